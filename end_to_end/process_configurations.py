@@ -3,7 +3,7 @@
   python -m end_to_end.process_configurations [--count 40] [--first 0]
 
 Seed i determines the model (shapes that do not divide evenly too), dtypes, optimizer, attention, remat policy, the mesh
-of a slice, processes per slice, stages of the exchange, evaluations, and which processes are killed or asked to end.
+of a slice, processes per slice, streams of the exchange, evaluations, and which processes are killed or asked to end.
 There are two oracles. One process that computes everything (slices that nobody kills, if they have several processes of
 several devices each) must have the same losses, evaluations and final state, bit by bit. One controller with simulated
 slices, whose step is one compiled program, must have nearly the same losses. After the first run that breaks a rule,
@@ -76,7 +76,7 @@ def plan(seed: int) -> Plan:
     "use_qk_norm": pick("true", "false"),
     "base_num_decoder_layers": layers,
     "scan_layers": scanned,
-    "exchange_stages": pick(*range(layers + 1)) if scanned == "true" else 0,
+    "exchange_streams": pick(1, 1, 2, 3),
     "max_target_length": pick(16, 17, 30, 32),
     "per_device_batch_size": pick(1, 2, 3),
     "vocab_size": pick(61, 64, 128),

@@ -98,7 +98,7 @@ def plan(seed: int) -> Plan:
   faults += [Fault(chance.randrange(1, STEPS - 5), kind, 1, chance.random() * 0.05) for kind in late]
   least = chance.choice([1, 1, -1, 2])
   options = ("--spares", "1") if chance.random() < 0.2 else ()
-  keys = (f"elastic_min_slice_count={least}", f"exchange_stages={chance.choice([1, 2])}")
+  keys = (f"elastic_min_slice_count={least}", f"exchange_streams={chance.choice([1, 2])}")
   shares = chance.choice([1, 1, 1, 2, 4, 8])
   slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < 1 / 3 else ""
   return Plan(slices, options, keys, output, tuple(sorted(faults, key=lambda fault: fault.step)), shares, slowed)

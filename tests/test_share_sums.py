@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from typing import NamedTuple
+from unittest import mock
 
 import jax
 import numpy as np
@@ -22,15 +23,18 @@ from worlds.exchange import FlatLayout
 LAYERS = 4
 
 
-def build(*, stages: int, model=None, optimizer=None, parallelism=None, devices=1) -> tuple[program.Program, Config]:
+def build(
+  *, stages: int | None = None, model=None, optimizer=None, parallelism=None, devices=1
+) -> tuple[program.Program, Config]:
   cfg = config(
     model={"base_num_decoder_layers": LAYERS, "vocab_size": 96, **(model or {})},
     optimizer=optimizer or {},
     parallelism=parallelism or {},
     data={"per_device_batch_size": 8 / devices},
-    elastic={"exchange_stages": stages},
   )
-  return program.build(cfg, slices((1, devices)), 1), cfg
+  least = program.least_stages if stages is None else lambda layers, platform: stages
+  with mock.patch.object(program, "least_stages", least):
+    return program.build(cfg, slices((1, devices)), 1), cfg
 
 
 def share(prog: program.Program, seed: int) -> Batch:
@@ -144,4 +148,5 @@ def test_no_weight_is_kept_for_the_derivative():
 def test_the_number_of_stages_divides_the_layers():
   of = lambda stages: len(build(stages=stages)[0].share.firsts)
   assert [of(2), of(3), of(4)] == [2, 4, 4]
-  assert isinstance(build(stages=0)[0].share, OneProgram)  # on CPUs
+  assert isinstance(build()[0].share, OneProgram)  # on CPUs
+  assert [program.least_stages(layers, "gpu") for layers in (3, 32)] == [3, 4]

@@ -124,7 +124,7 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
     require(config_rules.of_one_process(config.elastic))  # torchrun has cluster=auto
     config = shares.resolve(config)
     rules = run_rules(config)
-  return config, cluster_lib.start(config.cluster, rules)
+  return config, cluster_lib.start(config.cluster, rules, config.elastic)
 
 
 def _with_remat_policy(

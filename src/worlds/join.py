@@ -33,7 +33,9 @@ def join(place: Place) -> Peers:
   while True:
     channel = _connect(place, start, patience)
     host = place.host or channel.local_host
-    exchange = Exchange(place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS)
+    exchange = Exchange(
+      place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS, streams=place.streams
+    )
     membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
     peers = Peers(membership, exchange, place.lane, functools.partial(_answers, place))
     try:

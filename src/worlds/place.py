@@ -31,9 +31,10 @@ class Place:
   wait_seconds: float = 0.0  # how long the supervisor may take to listen and to answer; 0: it listens already
   can_rehearse: bool = True  # whether the supervisor can kill and stop this process, as a rehearsed fault
   remedy: str = ""  # if the supervisor cannot be reached
+  streams: int = 1  # connections to every other member
 
   def environment(self) -> dict[str, str]:
-    """The variables that `read` turns into this place, except for its last four fields."""
+    """The variables that `read` turns into this place, except for its last five fields."""
     return {
       SUPERVISOR: ",".join(self.supervisors),
       TOKEN: self.token.hex(),

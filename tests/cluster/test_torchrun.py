@@ -14,7 +14,7 @@ from trainer import cluster
 from trainer.cluster import torchrun
 from trainer.cluster.torchrun import Worker
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ClusterSection
+from trainer.config.schema import ClusterSection, ElasticSection
 from worlds.membership.rules import RunRules
 from worlds.peers import RunEnded
 
@@ -121,6 +121,12 @@ def test_slices_must_be_counted_before_anything_starts(environment):
   environment(RANK="0")
   with pytest.raises(ConfigError, match=r"num_slices=0: .*\nSet num_slices to the number of slices"):
     cluster.start(ClusterSection(), RULES)
+
+
+def test_a_host_without_an_address_on_the_exchange_network_is_refused_before_the_supervisor_starts(environment):
+  environment(RANK="0", WORLD_SIZE="3")
+  with pytest.raises(ConfigError, match=r"exchange_network=10\.99\.0\.0/16: .* lo \(127\.0\.0\.1.*\nGive the name"):
+    cluster.start(ClusterSection(num_slices=3), RULES, ElasticSection(exchange_network="10.99.0.0/16"))
 
 
 def test_a_group_that_is_too_small_for_a_run_that_is_not_elastic_is_refused(environment):

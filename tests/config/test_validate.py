@@ -62,6 +62,8 @@ REFUSED = [
   (["learning_rate_schedule_steps=0"], "must be positive"),
   (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),
   (["adam_b2=1"], "must be below 1"),
+  (["exchange_streams=0"], "exchange_streams=0: slices need a connection"),
+  (["exchange_network=10.1.0.0/33"], "Give a subnet such as 10.1.0.0/16"),
   (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),
   (["ici_tensor_parallelism=0"], "must be a positive size"),
   (["ici_tensor_parallelism=-1"], "ici_fsdp_parallelism and ici_tensor_parallelism are -1"),
@@ -109,8 +111,6 @@ REFUSED = [
   ([*PROCESSES, "elastic_backup_kind=checkpoint"], "elastic_backup_kind=checkpoint: has no effect where each"),
   ([*PROCESSES, "snapshot_period=5"], "snapshot_period=5: has no effect where each slice is a process"),
   ([*PROCESSES, "elastic_hang_check_seconds=0"], "elastic_hang_check_seconds=0.0: has no effect where each slice is a"),
-  (["exchange_stages=99"], "exchange_stages=99: the model has only"),
-  (["exchange_stages=2", "scan_layers=false"], "needs scan_layers=true"),
   (["fault_injection=slice_down@12:1, slice_up@30:1"], "slice_down, slice_up would only end a run that is not elastic"),
   (["fault_injection=random:seed=1,rate=0.05"], "random would only end a run that is not elastic"),
   ([*ELASTIC, "fault_injection=slice_dwn@12:1"], "slice_down, slice_up, hang or ckpt_kill"),
@@ -157,8 +157,6 @@ ACCEPTED = [
   ["fault_injection=ckpt_kill@50"],
   ["profiler=xplane", "steps=6"],
   ["eval_fraction=0"],
-  ["exchange_stages=2"],
-  ["exchange_stages=1", "scan_layers=false"],
 ]
 
 

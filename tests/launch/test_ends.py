@@ -27,6 +27,7 @@ CONFIG = TINY[0]
     (["--slices", "2", CONFIG, "cluster=simulated"], "sets cluster=multiprocess"),
     (["--slices", "2", CONFIG, "num_slices=many"], "num_slices=many: trainer.launch.local sets num_slices=2"),
     (["--slices", "2", CONFIG, "elastic_min_slice_count=3"], "is more than --slices 2"),
+    (["--slices", "2", CONFIG, "exchange_network=eth99"], "exchange_network=eth99: "),
     (["--slices", "2", CONFIG, "no_key=3"], "no_key"),
     (["--slices", "2", CONFIG, "dataset_type=text", "dataset_path=/nonexistent"], "dataset_path=/nonexistent"),
   ],

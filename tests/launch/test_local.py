@@ -70,7 +70,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   twice while it starts, as a bad host does. Then three faults that are rehearsed: a kill, a hang, and a kill in an
   evaluation."""
   faults = "slice_down@60:0, hang@65:2, slice_down@75:1:eval/1"
-  keys = [*KEYS, compiled, WAITS, f"fault_injection={faults}"]
+  keys = [*KEYS, compiled, WAITS, f"fault_injection={faults}", "exchange_network=lo"]
   run = ProcessRun(tmp_path, keys, environment=SLOW, server=server)
 
   def members(kind: str) -> list[int]:
@@ -165,10 +165,10 @@ def test_the_restarted_slice_takes_the_place_of_a_spare_that_hangs(undisturbed, 
 
 
 @pytest.mark.soak  # the other tests have two shares of one micro-batch
-def test_shares_of_several_programs_have_the_same_bits_on_two_slices_as_on_one(compiled, server, tmp_path):
+def test_four_shares_of_two_micro_batches_have_the_same_bits_on_two_slices_as_on_one(compiled, server, tmp_path):
   steps = 30
   keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "shares_per_slice=4"]
-  keys += ["base_num_decoder_layers=2", "exchange_stages=2", "grad_reduce_dtype=bfloat16"]
+  keys += ["base_num_decoder_layers=2", "exchange_streams=2", "exchange_network=lo", "grad_reduce_dtype=bfloat16"]
   single = OneWorker(tmp_path / "one", keys, slices=2, server=server)
   with single.launched() as worker:
     assert single.wait(worker) == 0, single.tail()

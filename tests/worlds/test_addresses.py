@@ -41,3 +41,19 @@ def test_a_socket_listens_where_others_connect(host):
     pytest.skip(f"this machine has no address {host}")
   with listener, socket.create_connection(listener.getsockname()[:2], timeout=5):
     pass
+
+
+@pytest.mark.parametrize(
+  ("network", "found"),
+  [
+    *(("eth1", "10.1.0.7"), ("10.2.0.0/16", "10.2.3.4"), ("10.2.3.0/24", "10.2.3.4"), ("fd00::/8", "fd00::7")),
+    *(("down", None), ("eth9", None), ("10.9.0.0/16", None), ("10.1.0.0/99", None), ("10.2.3.4", "10.2.3.4")),
+  ],
+)
+def test_a_network_is_an_interface_or_a_subnet(network, found):
+  interfaces = {"lo": ["127.0.0.1", "::1"], "eth1": ["10.1.0.7", "10.2.3.4", "fd00::7"], "down": []}
+  assert addresses.on_network(network, interfaces) == found
+
+
+def test_the_interfaces_of_this_host_have_their_addresses():
+  assert "127.0.0.1" in addresses.interfaces()["lo"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, MutableMapping
 
@@ -10,7 +11,7 @@ from trainer.cluster.api import Cluster as Cluster
 from trainer.cluster.api import ProxyLost as ProxyLost
 from trainer.cluster.api import View as View
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ClusterSection
+from trainer.config.schema import ClusterSection, ElasticSection
 from worlds.membership.rules import RunRules
 from worlds.place import SUPERVISOR
 
@@ -27,11 +28,12 @@ def check_devices() -> None:
   host_devices.find(os.environ)
 
 
-def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
+def start(cfg: ClusterSection, rules: RunRules | None = None, elastic: ElasticSection | None = None) -> Cluster:
   """Joins or creates this run's JAX world and returns its slices. Call it once, before anything else uses jax.
 
-  rules: of a run that this process may have to supervise, under torchrun. Raises ConfigError if this machine or
-  environment cannot provide the cluster, before jax is imported if possible.
+  rules: of a run that this process may have to supervise, under torchrun. elastic: how slices that are processes
+  exchange. Raises ConfigError if this machine or environment cannot provide the cluster, before jax is imported if
+  possible.
   """
   kind = _kind(cfg)
   if kind == "pathways":
@@ -39,7 +41,7 @@ def start(cfg: ClusterSection, rules: RunRules | None = None) -> Cluster:
 
     return PathwaysCluster.start(cfg, os.environ)
   if kind == "multiprocess":
-    return _join(cfg, rules, os.environ)
+    return _join(cfg, rules, elastic or ElasticSection(), os.environ)
   cpu_compiler.prepare_environment(os.environ)
   from trainer.cluster.simulated import SimulatedCluster
 
@@ -67,7 +69,9 @@ def _find(cfg: ClusterSection, environment: Mapping[str, str]) -> str:
   return "simulated"
 
 
-def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMapping[str, str]) -> Cluster:
+def _join(
+  cfg: ClusterSection, rules: RunRules | None, elastic: ElasticSection, environment: MutableMapping[str, str]
+) -> Cluster:
   """This process as one of several worlds. If it is the first one of torchrun, it starts the supervisor."""
   worker = None
   if SUPERVISOR not in environment and torchrun.RUN_ID in environment:
@@ -81,6 +85,9 @@ def _join(cfg: ClusterSection, rules: RunRules | None, environment: MutableMappi
       f"num_slices={cfg.num_slices}: cluster=multiprocess divides the global batch among num_slices slices for the "
       "life of the run.\nSet num_slices to the number of slices of the full run."
     )
+  place = dataclasses.replace(place, streams=launched.exchange_streams(elastic.exchange_streams, cfg.num_slices))
+  if elastic.exchange_network:
+    place = dataclasses.replace(place, host=launched.exchange_host(elastic.exchange_network))
   supervisor = worker.supervise(rules) if worker is not None and rules is not None else None
   cpu_compiler.prepare_environment(environment)
   from trainer.cluster.multiprocess import MultiprocessCluster

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import socket
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
+from worlds import addresses
 from worlds.membership.rules import MOST_SHARES, RunRules, most_members
 from worlds.place import TOKEN, Place
 
@@ -55,6 +58,27 @@ def place(environment: Mapping[str, str]) -> Place:
     return Place.read(environment, _HOW_TO_START)
   except ValueError as error:
     raise ConfigError(f"cluster=multiprocess: {error}") from error
+
+
+def exchange_streams(streams: int, slices: int) -> int:
+  """Connections between two of so many slices: `exchange_streams`, or the best number."""
+  from worlds.exchange.crew import best_streams  # here: a launcher needs no NumPy
+
+  return best_streams(slices) if streams == -1 else streams
+
+
+def exchange_host(network: str) -> str:
+  """The address of this host on the network `exchange_network`. Raises ConfigError if there is none."""
+  if sys.platform != "linux":
+    raise ConfigError(f"exchange_network={network}: needs Linux, which lists the addresses of a host.\nRemove it.")
+  interfaces = addresses.interfaces()
+  if found := addresses.on_network(network, interfaces):
+    return found
+  known = "; ".join(f"{name} ({', '.join(own) or 'no address'})" for name, own in interfaces.items())
+  raise ConfigError(
+    f"exchange_network={network}: {socket.gethostname()} has no address there. Its network interfaces: {known}.\n"
+    "Give the name of one that has an address, or a subnet such as 10.1.0.0/16."
+  )
 
 
 def shared_token(path: str, environment: Mapping[str, str]) -> bytes:

@@ -399,10 +399,12 @@ class ElasticSection(Section):
   elastic_slow_factor: float = Field(0.0, ge=0, le=1000)
   """Slices as separate processes: replace a slice that needs so many times the median for a share, over 60 steps, if a
   spare waits. 0: never. In any case its shares move to the others, and it is named."""
-  exchange_stages: NonNegative = 0
-  """Slices as separate processes: into how many programs, at least, the backward pass through the layers is divided.
-  The gradients of one travel to the other slices while the next computes. 1: the exchange begins when all gradients are
-  computed. 0: 4 on GPUs and TPUs, 1 on CPUs and with scan_layers=false."""
+  exchange_network: str = ""
+  """Slices as separate processes: the network on which they exchange gradients. A network interface (eth1) or a subnet
+  (10.1.0.0/16); every host must have an address there. "": the address that a host has towards the supervisor, or that
+  its launcher gives."""
+  exchange_streams: int = Field(-1, ge=-1, le=64)
+  """Slices as separate processes: TCP connections between two slices, per process. -1: chosen."""
   elastic_min_resize_interval_seconds: float = Field(30.0, ge=0, le=1e9)
   """Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and
   goes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import re
 from collections.abc import Container, Iterator
@@ -65,11 +66,11 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_optimizer(config.optimizer))
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
+  problems.add(_exchange(config.elastic))
   problems.add(_checkpoint(config.checkpoint, config.observe))
   problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
-  problems.add(_stages(config.elastic, config.model))
   problems.add(_observe(config.observe, config.data, config.run.steps))
   parallelism = [*_parallelism(config.parallelism, config.cluster, config.model)]
   problems.add(parallelism)
@@ -375,15 +376,14 @@ def _elastic(
     )
 
 
-def _stages(elastic: ElasticSection, model: ModelSection) -> Iterator[str]:
-  stages, layers = elastic.exchange_stages, model.num_decoder_layers
-  if stages > layers:
-    yield f"exchange_stages={stages}: the model has only {layers} layers.\nUse at most {layers}."
-  elif stages > 1 and not model.scan_layers:
-    yield (
-      f"exchange_stages={stages}: needs scan_layers=true, because all stages run one compiled program.\n"
-      "Use scan_layers=true, or exchange_stages=1."
-    )
+def _exchange(elastic: ElasticSection) -> Iterator[str]:
+  if elastic.exchange_streams == 0:
+    yield "exchange_streams=0: slices need a connection.\nUse at least 1, or -1."
+  if "/" in (network := elastic.exchange_network):  # no network interface has such a name
+    try:
+      ipaddress.ip_network(network, strict=False)
+    except ValueError as error:
+      yield f"exchange_network={shorten(network)}: {error}.\nGive a subnet such as 10.1.0.0/16, or an interface."
 
 
 def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[str]:

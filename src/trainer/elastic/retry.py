@@ -192,7 +192,12 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  for key in ("shares_per_slice", "exchange_stages", "elastic_slow_factor"):  # for slices that are processes
+  for key in (
+    "shares_per_slice",
+    "exchange_network",
+    "exchange_streams",
+    "elastic_slow_factor",
+  ):  # for slices that are processes
     if cluster.recovers_in_process and (value := getattr(cfg, key)) != ElasticSection.model_fields[key].default:
       raise ConfigError(
         f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
-  from trainer.cluster.launched import check, run_rules
+  from trainer.cluster.launched import check, exchange_host, run_rules
   from trainer.config import ConfigError, shares, validate
   from trainer.config.load import load_with_origins
   from trainer.config.option_types import whole
@@ -60,11 +60,13 @@ def main(argv: list[str] | None = None) -> int:
     validate.check_switch(config, given)
     rules = run_rules(shares.resolve(config))
     check(rules, options.processes_per_slice)
+    local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
+    if local and config.elastic.exchange_network:
+      exchange_host(config.elastic.exchange_network)  # wrong input: before a process starts
     where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT
-  local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
   open_files.raise_limit()  # each member has a connection
   supervisor = Supervisor(
     program(),

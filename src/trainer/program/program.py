@@ -104,8 +104,8 @@ QUANTIZED_GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType({"xla_gpu_ena
 # fixed order.
 SAME_BITS: Mapping[str, Mapping[str, str | bool]] = MappingProxyType({"gpu": {"xla_gpu_deterministic_ops": True}})
 
-# Stages of a share on an accelerator (exchange_stages=0): little of the exchange is left when the last one ends, and a
-# program takes much longer to run than to start. A CPU needs its cores for the computation.
+# Stages of a share on an accelerator: little of the exchange is left when the last one ends, and a program takes much
+# longer to run than to start. A CPU needs its cores for the computation.
 _STAGES = 4
 
 
@@ -365,12 +365,15 @@ def check_compiler_flags(config: Config, slices: Sequence[Sequence[Device]]) -> 
 def _share(config: Config, model: DecoderFunctions, platform: str, traced: Traced) -> OneProgram | Stages:
   """Returns how a slice that is a JAX world of its own computes the sums of a share."""
   layers = config.model.num_decoder_layers
-  stages = config.elastic.exchange_stages
-  if stages == 0:
-    stages = min(_STAGES, layers) if platform != "cpu" and config.model.scan_layers else 1
+  stages = least_stages(layers, platform) if config.model.scan_layers else 1
   if stages == 1:
     return OneProgram(traced(functools.partial(step.loss_and_grads, model, config.optimizer)))
   return Stages.of(model, config.optimizer, layers, stages, traced)
+
+
+def least_stages(layers: int, platform: str) -> int:
+  """Returns into how many programs, at least, the backward pass through scanned layers is divided."""
+  return 1 if platform == "cpu" else min(_STAGES, layers)
 
 
 def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any]:

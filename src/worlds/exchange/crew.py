@@ -10,6 +10,11 @@ from collections.abc import Callable, Sequence
 _MOST_PAIRS = 4
 
 
+def best_streams(members: int) -> int:
+  """How many connections to every peer give each pair of threads at least one. Equal on all members."""
+  return -(-_MOST_PAIRS // max(1, members - 1))
+
+
 class Crew:
   """Threads that run functions. For one caller.
 

@@ -76,17 +76,15 @@ class Exchange:
       self._stop, self._epoch = Stop(), epoch
       if epoch < self._first_allowed:
         self._stop.set()
-    self._listener.begin(epoch)
+    streams = [(member, stream) for member in sorted(peers) for stream in range(self._streams)]
+    # Of two members, the one with the higher id connects.
+    self._listener.begin(epoch, [(member, stream) for member, stream in streams if member > self._member])
+    calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in streams if m < self._member}
     deadline = time.monotonic() + self._connect_seconds
     with self._in_epoch():
-      for member in sorted(peers):
-        if member < self._member:  # of two members, the one with the higher id connects
-          for stream in range(self._streams):
-            call = Call(epoch, self._member, member, stream)
-            sock = dial(self._token, peers[member], call, self._stop, deadline)
-            self._links.setdefault(member, []).append(Link(member, sock, self._stop))
-      callers = [(member, stream) for member in peers if member > self._member for stream in range(self._streams)]
-      for (member, _), sock in self._listener.claim(callers, self._stop, deadline).items():
+      for call, sock in sorted(dial(self._token, calls, self._stop, deadline).items()):
+        self._links.setdefault(call.listener, []).append(Link(call.listener, sock, self._stop))
+      for (member, _), sock in self._listener.claim(self._stop, deadline).items():
         self._links.setdefault(member, []).append(Link(member, sock, self._stop))
 
   def reduce(

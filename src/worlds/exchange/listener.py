@@ -11,8 +11,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Generator, Mapping
 
 from worlds import addresses
 from worlds.exchange import handshake
@@ -21,9 +20,11 @@ from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
 
 HANDSHAKE_SECONDS = 2.0
-MOST_PENDING = 64  # connections without a handshake; one more closes the oldest, so that strangers block nobody
-# The system answers for a peer that is busy or stopped. It asks again after 1 and 3 s if an answer is lost.
-REACH_SECONDS = 3.5
+MOST_PENDING = 64  # strangers, connections without a handshake; one more closes the oldest, so that they block nobody
+_BACKLOG = 4096  # the system limits it
+REACH_SECONDS = 1.4  # the system of a host that lives answers at once, also for a process that is busy or stopped
+_ASK_SECONDS = 0.35  # from one attempt to reach it to the next: packets may be lost
+_LOOK_SECONDS = 0.1  # at the time limits of attempts
 _PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descriptors are used up
 
 
@@ -45,11 +46,13 @@ class Listener:
     self._member = member
     self._token = token
     self._refused = Sparse(refused)
-    self._sock = addresses.listen(host, 0, MOST_PENDING)
+    self._sock = addresses.listen(host, 0, _BACKLOG)
     self._sock.setblocking(False)
     self.address = addresses.join(host, self._sock.getsockname()[1])
     self._arrivals = threading.Condition()
     self._epoch = -1  # connections of earlier epochs are refused
+    self._callers: Collection[tuple[int, int]] = ()
+    self._missing: set[tuple[int, int]] = set()  # (member, stream) that have not arrived yet in this epoch
     # (member, stream) -> (epoch, connection), not claimed yet
     self._arrived: dict[tuple[int, int], tuple[int, socket.socket]] = {}
     self._pending: dict[socket.socket, _Pending] = {}
@@ -60,27 +63,27 @@ class Listener:
     self._thread = threading.Thread(target=self._serve, name="exchange-listen", daemon=True)
     self._thread.start()
 
-  def begin(self, epoch: int) -> None:
-    """Drops connections of earlier epochs, and refuses them from now on."""
+  def begin(self, epoch: int, callers: Collection[tuple[int, int]]) -> None:
+    """Drops connections of earlier epochs, and refuses them from now on. callers: (member, stream) of this epoch."""
     with self._arrivals:
       self._epoch = epoch
       for key, (theirs, sock) in list(self._arrived.items()):
         if theirs < epoch:
           del self._arrived[key]
           sock.close()
+      self._callers = callers
+      self._missing = {key for key in callers if self._arrived.get(key, (-1, None))[0] != epoch}
 
-  def claim(
-    self, callers: Collection[tuple[int, int]], stop: Stop, deadline: float
-  ) -> dict[tuple[int, int], socket.socket]:
-    """Returns the connections (member, stream) of the present epoch, as soon as all have arrived. Raises PeerLost with
+  def claim(self, stop: Stop, deadline: float) -> dict[tuple[int, int], socket.socket]:
+    """Returns the connections of the callers of the present epoch, as soon as all have arrived. Raises PeerLost with
     the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
     with self._arrivals:
-      while missing := {key[0] for key in callers if self._arrived.get(key, (-1, None))[0] != self._epoch}:
+      while self._missing:
         if stop.is_set:
           raise Stopped
         if not self._arrivals.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-          raise PeerLost(missing, "no connection within the time limit")
-      return {key: self._arrived.pop(key)[1] for key in callers}
+          raise PeerLost({member for member, _ in self._missing}, "no connection within the time limit")
+      return {key: self._arrived.pop(key)[1] for key in self._callers}
 
   def notify(self) -> None:
     """Makes `claim` look at its `stop` again."""
@@ -125,7 +128,7 @@ class Listener:
     sock.setblocking(False)
     challenge, nonce = handshake.make_challenge()
     pending = _Pending(sock, f"{address[0]}:{address[1]}", nonce, time.monotonic() + HANDSHAKE_SECONDS)
-    if len(self._pending) == MOST_PENDING:
+    if len(self._pending) >= MOST_PENDING + len(self._callers):
       self._refuse(next(iter(self._pending.values())), f"more than {MOST_PENDING} connections without a handshake")
     self._pending[sock] = pending
     self._selector.register(sock, selectors.EVENT_READ)
@@ -166,7 +169,10 @@ class Listener:
       self._arrived[call.caller, call.stream] = (call.epoch, pending.sock)
       if earlier:
         earlier[1].close()
-      self._arrivals.notify_all()
+      if call.epoch == self._epoch:
+        self._missing.discard((call.caller, call.stream))
+      if not self._missing:
+        self._arrivals.notify_all()
 
   def _send(self, pending: _Pending, message: bytes) -> bool:
     """Sends a short message, which fits into the empty buffer of a new connection, or refuses the connection."""
@@ -189,53 +195,111 @@ class Listener:
     self._selector.unregister(pending.sock)
 
 
-def dial(token: bytes, address: str, call: handshake.Call, stop: Stop, deadline: float) -> socket.socket:
-  """Returns a connection to the listener at `address` ("host:port") after a handshake in both directions.
+_Steps = Generator[tuple[socket.socket, int, float], bool, socket.socket]
 
-  Raises Unreachable if there is no connection after REACH_SECONDS, PeerLost if the listener refuses or does not prove
-  that it has the token, and at `deadline`; Stopped if `stop` is set.
+
+def dial(
+  token: bytes, peers: Mapping[handshake.Call, str], stop: Stop, deadline: float
+) -> dict[handshake.Call, socket.socket]:
+  """Makes the connections {call: address of its listener, "host:port"} at the same time, each with a handshake in both
+  directions.
+
+  Raises Unreachable if one is not made in REACH_SECONDS, PeerLost if a listener refuses or does not prove that it has
+  the token, and at `deadline`; Stopped if `stop` is set.
   """
+  made: dict[handshake.Call, socket.socket] = {}
+  waiting: dict[int, tuple[handshake.Call, _Steps, float]] = {}  # by descriptor; with the time limit of the step
+  poll = select.poll()
+  stop.watched_by(poll)
+
+  def advance(call: handshake.Call, steps: _Steps, ready: bool | None) -> None:
+    try:
+      sock, event, until = steps.send(ready)  # type: ignore[arg-type]
+    except StopIteration as end:
+      made[call] = end.value
+    else:
+      poll.register(sock, event)
+      waiting[sock.fileno()] = call, steps, until
+
   try:
-    family, *_, target = socket.getaddrinfo(*addresses.split(address), type=socket.SOCK_STREAM)[0]
-  except OSError as error:
-    raise Unreachable([call.listener], f"{address}: {error}") from error
-  sock = socket.socket(family)
+    for call, address in peers.items():
+      advance(call, _connect(token, address, call, deadline), None)
+    look_at = 0.0
+    while waiting:
+      found = {number: True for number, _ in poll.poll(1000 * _LOOK_SECONDS)}
+      if stop.is_set:
+        raise Stopped
+      if (now := time.monotonic()) >= look_at:
+        look_at = now + _LOOK_SECONDS
+        found = {number: False for number, (*_, until) in waiting.items() if until <= now} | found
+      for number, ready in found.items():
+        poll.unregister(number)
+        call, steps, _ = waiting.pop(number)
+        advance(call, steps, ready)
+  except BaseException:
+    for _, steps, _ in waiting.values():
+      steps.close()
+    for sock in made.values():
+      sock.close()
+    raise
+  return made
+
+
+def _connect(token: bytes, address: str, call: handshake.Call, deadline: float) -> _Steps:
+  """Makes one connection, in steps: yields (socket, event to wait for, time limit), and gets whether it has come."""
+  sock = yield from _reach(address, call.listener, deadline)
   try:
-    sock.setblocking(False)
-    _reach(sock, target, address, call.listener, stop, deadline)
-    answer = handshake.make_answer(token, _receive(sock, handshake.CHALLENGE_BYTES, stop, deadline), call)
+    challenge = yield from _receive(sock, handshake.CHALLENGE_BYTES, deadline)
+    answer = handshake.make_answer(token, challenge, call)
     if answer is None:
       raise ConnectionError("the listener is not a member of a run")
     sock.sendall(answer[0])
-    if not hmac.compare_digest(_receive(sock, handshake.PROOF_BYTES, stop, deadline), answer[1]):
+    if not hmac.compare_digest((yield from _receive(sock, handshake.PROOF_BYTES, deadline)), answer[1]):
       raise ConnectionError("the listener has another token")
   except OSError as error:
     sock.close()
     raise PeerLost([call.listener], f"{address}: {error}") from error
-  except (Stopped, Unreachable):
+  except GeneratorExit:
     sock.close()
     raise
   return sock
 
 
-def _reach(sock: socket.socket, target: Any, address: str, listener: int, stop: Stop, deadline: float) -> None:
-  """Connects the socket with `target`, which the system made of `address`. Raises Unreachable."""
+def _reach(address: str, listener: int, deadline: float) -> _Steps:
+  """Makes a connection without a handshake. Raises Unreachable."""
+  until = min(deadline, time.monotonic() + REACH_SECONDS)
   try:
-    if error := sock.connect_ex(target):
-      if error != errno.EINPROGRESS:
-        raise ConnectionError(os.strerror(error))
-      stop.wait(sock, select.POLLOUT, min(deadline, time.monotonic() + REACH_SECONDS))
-      if error := sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-        raise ConnectionError(os.strerror(error))
+    family, *_, target = socket.getaddrinfo(*addresses.split(address), type=socket.SOCK_STREAM)[0]
+    while True:
+      sock = socket.socket(family)
+      try:
+        sock.setblocking(False)
+        error = sock.connect_ex(target)
+        if error == errno.EINPROGRESS:
+          came = yield sock, select.POLLOUT, min(until, time.monotonic() + _ASK_SECONDS)
+          error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) if came else errno.EINPROGRESS
+        if error == 0:
+          return sock
+        if error != errno.EINPROGRESS:
+          raise ConnectionError(os.strerror(error))
+      except BaseException:
+        sock.close()
+        raise
+      sock.close()
+      if time.monotonic() >= until:
+        raise TimeoutError("no answer within the time limit")
   except OSError as error:
     raise Unreachable([listener], f"{address}: {error}") from error
 
 
-def _receive(sock: socket.socket, size: int, stop: Stop, deadline: float) -> bytes:
-  """Returns exactly `size` bytes of a handshake."""
+def _receive(
+  sock: socket.socket, size: int, deadline: float
+) -> Generator[tuple[socket.socket, int, float], bool, bytes]:
+  """Receives exactly `size` bytes of a handshake."""
   data = b""
   while len(data) < size:
-    stop.wait(sock, select.POLLIN, deadline)
+    if not (yield sock, select.POLLIN, deadline):
+      raise TimeoutError("no answer within the time limit")
     more = sock.recv(size - len(data))
     if not more:
       raise ConnectionError("refused by the listener")

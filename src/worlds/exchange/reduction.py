@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-import zlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import numpy as np
 from worlds.exchange.crew import Crew
 from worlds.exchange.errors import MismatchedCall
 from worlds.exchange.layout import HostCopy
-from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped
+from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped, checksum
 from worlds.exchange.plan import Piece, Plan
 from worlds.exchange.plan import Wire as Wire
 
@@ -254,8 +253,7 @@ class Reduction:
     while outgoing and link.unsent < _BATCH_BYTES:
       item = outgoing.popleft()
       payload = _bytes(_to_wire(item.values, item.dtype))
-      checksum = zlib.crc32(payload) if item.checksum is None else item.checksum
-      link.post(item.kind, self._call, item.share, item.bucket, payload, checksum)
+      link.post(item.kind, self._call, item.share, item.bucket, payload, item.checksum)
       self._unposted[link] -= 1
     return link.flush()
 
@@ -327,9 +325,9 @@ class Reduction:
     sent = _to_wire(total, self._plan.dtype)
     if sent is not total:
       total[:] = sent
-    checksum = zlib.crc32(_bytes(sent)) if self._links else 0
+    known = checksum(_bytes(sent)) if self._links else 0
     for member in self._streams:
-      self._post(member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, checksum))
+      self._post(member, _Outgoing(Kind.TOTAL, 0, bucket, sent, self._plan.dtype, known))
     with self._changed:
       self._advance({self._plan.position[bucket]})
       self._changed.notify_all()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,10 +19,10 @@ def send(link: Link, epoch: int, header: Mapping[str, Any], arrays: Sequence[np.
   """Sends header and arrays. Raises PeerLost."""
   raw = json.dumps(header).encode()
   assert len(raw) <= LONGEST_HEADER, f"a header of {len(raw)} bytes"
-  link.send(Kind.STATE_HEADER, epoch, 0, 0, memoryview(raw), zlib.crc32(raw))
+  link.send(Kind.STATE_HEADER, epoch, 0, 0, memoryview(raw))
   for number, array in enumerate(arrays):
     for index, chunk in enumerate(_chunks(np.ascontiguousarray(array))):
-      link.send(Kind.STATE_ARRAY, epoch, number, index, chunk, zlib.crc32(chunk))
+      link.send(Kind.STATE_ARRAY, epoch, number, index, chunk)
 
 
 def receive(

@@ -12,6 +12,7 @@ _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step t
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _START_SILENCE_SECONDS = 30.0  # limit while a member imports and compiles, which delays the thread of its signs
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
+_LATE_SECONDS = 0.75  # since the last of the signs that a process gives twice a second
 _MOST_LATE_SECONDS = 0.5  # that a reading of the clock adds: the supervisor reads it every 0.1 s
 
 
@@ -101,6 +102,16 @@ class Pulse:
       return self._start_seconds
     ordered = sorted(self._steps)
     return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+
+  def late(self) -> list[tuple[int, int, float]]:
+    """(member, lane, seconds) of processes that are late with a sign of life: they are busy, or their host is dead."""
+    now = self._clock()
+    return [
+      (member, lane, now - at)
+      for member, lanes in self._beats.items()
+      for lane, (at, _) in lanes.items()
+      if now - at > _LATE_SECONDS
+    ]
 
   def silent(self, members: Collection[int]) -> Iterator[tuple[int, str, float]]:
     """(member, reason, seconds) of members of which a process has given no sign of life for so long."""

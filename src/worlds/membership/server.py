@@ -285,10 +285,18 @@ class Server:
   def _tick(self) -> None:
     while not self._closed.wait(_TICK_SECONDS):
       with self._lock:
-        self._carry_out(self.coordinator.tick())
+        self._carry_out([*self._dead_hosts(), *self.coordinator.tick()])
         late = self.coordinator.clock() - HANDSHAKE_SECONDS
         for sock in [sock for sock, since in self._strangers.items() if since < late]:
           _shut_down(sock)
+
+  def _dead_hosts(self) -> Effects:
+    """Ends the members of hosts that do not answer."""
+    return [
+      Kill(member, f"its host does not answer, for {seconds:.1f} s", seconds)
+      for member, lane, seconds in self.coordinator.pulse.late()
+      if (channel := self._channels.get(member, {}).get(lane)) and channel.is_dead()
+    ]
 
 
 def _identity(first: Message | None) -> tuple[int, int, int, str]:

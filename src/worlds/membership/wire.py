@@ -19,6 +19,7 @@ import zlib
 from typing import Any
 
 from worlds import addresses
+from worlds.liveness import Liveness
 
 NONCE_BYTES = 32
 CODE_BYTES = 32
@@ -70,6 +71,7 @@ class Channel:
     self._out, self._in = (b"supervisor", b"member") if serves else (b"member", b"supervisor")
     self._sent = self._received = 0
     self._lock = threading.Lock()
+    self._liveness = Liveness(sock)
 
   def send(self, message: dict[str, Any] | Body) -> None:
     """Sends one message; one for many sides is encoded once, as a Body. Raises OSError if the connection is broken. The
@@ -105,6 +107,10 @@ class Channel:
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
     return message
+
+  def is_dead(self) -> bool:
+    """See Liveness."""
+    return self._liveness.is_dead()
 
   @property
   def local_host(self) -> str:
@@ -160,10 +166,7 @@ def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: 
   if serves:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
   # The connection ends if the other host or the network is gone. Elsewhere than on Linux, this takes hours.
-  sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
   if hasattr(socket, "TCP_USER_TIMEOUT"):
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _DEAD_SECONDS // 3)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _DEAD_SECONDS // 3)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
   return Channel(sock, _proof(token, b"session", nonces), serves=serves)
 

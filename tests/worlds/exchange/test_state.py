@@ -8,6 +8,7 @@ import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
 from worlds.exchange import MismatchedCall, PeerLost, handshake, state
+from worlds.exchange.link import checksum
 
 ARRAYS = [
   np.random.default_rng(0).standard_normal((300, 70)).astype(np.float32),
@@ -97,3 +98,13 @@ def test_a_damaged_byte_of_a_state_is_detected():
   finally:
     relay.close()
     those.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 1000, 2048, 2051, 70_001])
+def test_every_flipped_bit_changes_the_checksum(size):
+  payload = np.random.default_rng(0).integers(0, 256, size, np.uint8)
+  whole = checksum(memoryview(payload))
+  for at in {0, 1, size // 2, size - 2, size - 1} & set(range(size)):
+    payload[at] ^= 64
+    assert checksum(memoryview(payload)) != whole
+    payload[at] ^= 64

@@ -1,0 +1,95 @@
+"""A dead host is noticed soon, and a process that is stopped or does not read is none."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from tests.support.command import ROOT
+from tests.support.exchange_members import Members, random_shares
+
+from worlds.exchange import PeerLost
+from worlds.liveness import CHECK_SECONDS, Liveness
+from worlds.membership import wire
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.messages import message
+from worlds.membership.rules import RunRules
+from worlds.membership.server import Server
+
+NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
+LIMIT = 3.0  # 1.5 where no other program runs
+TOKEN = b"a token of hosts"
+
+
+def test_a_peer_that_reads_nothing_lives():
+  """Its buffer fills, and the system asks it again and again whether there is room."""
+  with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+    peer, _ = server.accept()
+    with peer:
+      ours, theirs = Liveness(sock), Liveness(peer)
+      sock.setblocking(False)
+      end = time.monotonic() + 2.5
+      while time.monotonic() < end:
+        with contextlib.suppress(BlockingIOError):
+          sock.send(bytes(1 << 18))
+        assert not ours.is_dead() and not theirs.is_dead()
+        time.sleep(CHECK_SECONDS)
+
+
+def test_a_dead_host_is_noticed_in_a_sum_and_between_sums():
+  """In a network of its own, which is then shut down."""
+  if subprocess.run([*NETWORK, "ip", "link", "set", "lo", "up"], check=False, capture_output=True).returncode:
+    pytest.skip("this system lets the user make no networks")
+  command = [*NETWORK, sys.executable, "-m", __spec__.name]
+  found = subprocess.run(command, cwd=ROOT, env=os.environ, check=False, capture_output=True, text=True, timeout=60)
+  assert found.returncode == 0, found.stderr
+
+
+def die() -> float:
+  """All hosts are dead for each other: packets vanish. Returns the time."""
+  subprocess.run("ip link set lo down".split(), check=True)
+  return time.monotonic()
+
+
+def watched() -> None:
+  """Two members wait for a third one in a sum, and a supervisor for a member that computes."""
+  subprocess.run("ip link set lo up".split(), check=True)
+  size, noticed, killed = 3000, {}, threading.Event()
+  those, shares = Members(3), random_shares(3, 3000)
+  those.connect()
+
+  def reduce(member: int) -> None:
+    try:
+      those.all[member].reduce("s", {member: shares[member]}, {m: [m] for m in range(3)}, np.empty(size, np.float32))
+    except PeerLost as error:
+      noticed[member] = time.monotonic(), str(error)
+
+  with contextlib.closing(Server(Coordinator(RunRules(1, 1, 1)), TOKEN, kill=lambda *_: killed.set())) as server:
+    channel = wire.connect(server.address, TOKEN)
+    channel.send(message("hello", member=0, lane=0, lanes=1, address="127.0.0.1:1"))
+    threads = [threading.Thread(target=reduce, args=(member,)) for member in (0, 1)]
+    for thread in threads:
+      thread.start()
+    time.sleep(2.5)  # no sign of life comes, as from a member that compiles
+    assert not killed.is_set() and not noticed, noticed
+    at = die()
+    assert killed.wait(LIMIT)
+    print(f"supervisor: {time.monotonic() - at:.2f} s")
+  for thread in threads:
+    thread.join(LIMIT)
+  for member, (when, text) in noticed.items():
+    print(f"member {member}: {when - at:.2f} s, {text}")
+    assert when - at < LIMIT and "host does not answer" in text
+  assert noticed.keys() == {0, 1}
+  those.close()
+
+
+if __name__ == "__main__":
+  watched()

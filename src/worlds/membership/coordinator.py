@@ -22,11 +22,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worlds.membership.dealing import Dealing
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import OPENED, Message, deal, message, slow_line, step_of, to_ranges
+from worlds.membership.messages import OPENED, Message, message, slow_line, step_of, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
-from worlds.membership.speeds import Slow, Speeds
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ Effect = Send | Kill | Note
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
-_MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
 _SLOW_STEPS = 60  # after which a slow member may be replaced
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 Effects = list[Effect]
@@ -78,6 +77,8 @@ class _Member:
 
   def whole(self, key: tuple[Any, ...], lane: int) -> bool:
     """Whether all lanes have sent the report `key`, with this one of `lane`."""
+    if self.lanes == 1:
+      return True
     sent = self.reports.setdefault(key, set())
     sent.add(lane)
     if len(sent) < self.lanes:
@@ -141,9 +142,8 @@ class Coordinator:
     self._unreached: set[frozenset[int]] = set()  # pairs of members that could not connect in this epoch
     self._stood_still = False  # the exchange of the round under way, in an earlier epoch
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
-    self._dealt: dict[int, list[int]] = {}  # of the last epoch
+    self._dealing = Dealing(rules)
     self._told = _Told()
-    self._speeds = Speeds()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
     self.failures = failures or Failures(rules.attempts)
@@ -174,6 +174,8 @@ class Coordinator:
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
     found.addresses[lane] = address
+    if lane == 0:
+      self._dealing.speeds.starts(member, address.rpartition(":")[0])
     self.pulse.beat(member, lane)
     if self.primary < 0:
       self.primary = member
@@ -315,7 +317,7 @@ class Coordinator:
     self.failures.leave(leave)
     for member in leave:
       self._members[member].newest = -1
-      self._speeds.forget(member)
+      self._dealing.speeds.forget(member)
 
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
@@ -332,7 +334,7 @@ class Coordinator:
     if self._members.pop(member, None) is None:
       return []
     self.pulse.forget(member)
-    self._speeds.forget(member)
+    self._dealing.speeds.forget(member)
     self._leaving.discard(member)
     was_active = member in self.active
     self.active.discard(member)
@@ -543,14 +545,14 @@ class Coordinator:
     for member in self.active:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
-    self._dealt = self._deal(keeps)
+    self._dealing.deal(self.active, keeps)
     return self._tell("world", lost=lost, fresh=fresh, source=self._source)
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
     before, told = self._told, _Told(self.epoch, self._addresses(self.active))
     if kind == "world":
-      told.ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
+      told.ranges = {str(member): to_ranges(shares) for member, shares in self._dealing.dealt.items()}
       told.knowing = set(self.active)
     else:
       told.ranges = {member: ranges for member, ranges in before.ranges.items() if member in told.members}
@@ -559,15 +561,6 @@ class Coordinator:
     fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
     whole, change = (message(kind, **told.since(base), **fields) for base in (_Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
-
-  def _deal(self, keeps: bool = False) -> dict[int, list[int]]:
-    """{member: shares} of the active members, as their speeds are now. keeps: no member loses a share."""
-    rules, active = self._rules, sorted(self.active)
-    speeds = self._speeds.of(active)
-    dealt = deal(rules.shares, active, rules.group, self._dealt, speeds, keeps)
-    if sum(len(to_ranges(shares)) for shares in dealt.values()) > _MOST_RANGES:
-      return deal(rules.shares, active, rules.group, None, speeds)
-    return dealt
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
     """{member: the addresses of its lanes}, as JSON."""
@@ -606,28 +599,21 @@ class Coordinator:
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
     effects: Effects = []
-    for slow in self._speeds.computed(step, {int(member): took for member, took in seconds.items()}, self._dealt):
-      told = self._slow_message(slow, self._deal())
+    for told in self._dealing.computed(step, {int(member): took for member, took in seconds.items()}):
       effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
     limit = self._rules.slow_factor
-    for slow in self._speeds.slow.values():
+    for slow in self._dealing.speeds.slow:
       spares = len(self._joiners(more=1)) - (self._total - len(self.active))
       if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and spares > 0:
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects
 
-  def _slow_message(self, slow: Slow, dealt: dict[int, list[int]]) -> Message:
-    shares = len(dealt[slow.member])
-    return message("slow", **slow._asdict(), shares=shares, of=self._rules.group)
-
   def _deal_again(self) -> Effects:
     """Moves shares to faster members, if that is worth a new epoch."""
-    numbers = [len(shares) for shares in self._dealt.values()]
-    is_level = not self._speeds.slow and max(numbers) - min(numbers) <= 1
-    if self._rules.group == 1 or is_level or not self._speeds.gains(self._dealt, self._deal()):
-      return []  # dealing thousands of shares takes milliseconds: not after every step
-    self._speeds.dealt()
+    if not self._dealing.better():
+      return []
+    self._dealing.speeds.dealt()
     changed_at = self._changed_at
     effects = self._world(keeps=False)
     self._changed_at = changed_at  # the same members

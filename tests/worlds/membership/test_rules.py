@@ -52,7 +52,7 @@ def training(rules: RunRules, members: int) -> Coordinator:
 def test_a_start_waits_for_the_expected_members_only():
   """As with a group of torchrun that has fewer nodes than slices: they compute all shares."""
   run = training(RunRules(3, 1, 3, 300.0, 0.0, True), members=2)
-  assert run.active == {0, 1} and sorted(itertools.chain(*run._dealt.values())) == [0, 1, 2]
+  assert run.active == {0, 1} and sorted(itertools.chain(*run._dealing.dealt.values())) == [0, 1, 2]
 
 
 def test_the_loss_of_a_member_ends_a_run_that_is_not_elastic():

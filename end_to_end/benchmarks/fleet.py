@@ -46,8 +46,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from end_to_end.benchmarks.common import positives
-from end_to_end.benchmarks.process_goodput import trace
 
 from worlds.exchange import PeerLost
 from worlds.exchange.plan import pieces
@@ -213,21 +211,23 @@ class Member:
 
 def supervise(case: Case) -> NoReturn:
   """Runs the supervisor of one case, and causes its faults."""
-  rules = RunRules(slices=case.members, minimum=1, shares=case.members * case.shares, timeout=120.0)
+  rules = RunRules(slices=case.members, minimum=1, shares=case.members * case.shares, timeout=600.0)
   command = (sys.executable, "-m", "end_to_end.benchmarks.fleet", "--case", json.dumps(asdict(case)))
   run = Supervisor(Program(command, os.environ), [], rules, local=case.members, lanes=1, grace=5.0)
   threading.Thread(target=cause, args=[case], daemon=True).start()
   sys.exit(run.run())
 
 
-def faults(case: Case) -> Iterator[tuple[float, Sequence[int]]]:
+def faults(case: Case) -> Iterator[tuple[float, tuple[int, ...]]]:
   """Yields (seconds, members that are killed then); without members, the link is cut."""
-  kills: Iterator[tuple[float, Sequence[int]]] = iter(())
+  kills: Iterator[tuple[float, tuple[int, ...]]] = iter(())
   if case.trace >= 0:
+    from end_to_end.benchmarks.process_goodput import trace  # imports JAX
+
     kills = ((fault.at, fault.slices) for fault in trace(case.trace, case.members))
   elif case.kill_every:
     choice = random.Random(0)
-    kills = ((number * case.kill_every, [choice.randrange(case.members)]) for number in itertools.count(1))
+    kills = ((number * case.kill_every, (choice.randrange(case.members),)) for number in itertools.count(1))
   return heapq.merge(kills, ((at, ()) for at in case.cut_at))
 
 
@@ -356,19 +356,24 @@ def _cpu(life: list[dict[str, Any]], first: int) -> float:
   return used[-1] - used[0] if used else 0.0
 
 
+def numbers(text: str) -> list[int]:
+  """The numbers of "1,2,3"."""
+  return [int(number) for number in text.split(",")]  # not `common.positives`, which imports much for each member
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--members", type=int, default=8)
-  parser.add_argument("--alive", type=positives, help="several numbers of members that are alive, 8,7,4; default: all")
-  parser.add_argument("--shares", type=positives, default=[8], help="several numbers of shares of a slice, 1,8")
-  parser.add_argument("--values", type=positives, default=[100000], help="several numbers of float32 values")
+  parser.add_argument("--alive", type=numbers, help="several numbers of members that are alive, 8,7,4; default: all")
+  parser.add_argument("--shares", type=numbers, default=[8], help="several numbers of shares of a slice, 1,8")
+  parser.add_argument("--values", type=numbers, default=[100000], help="several numbers of float32 values")
   parser.add_argument("--seconds", type=float, default=0.4, help="that a slice computes")
   parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--slow", type=float, default=1.0, help="how much longer member 1 computes")
   parser.add_argument("--slow-to", type=int, default=10**9, help="the last step in which it does")
   parser.add_argument("--kill-every", type=float, default=0.0, help="seconds from one kill to the next; 0: none")
   parser.add_argument("--trace", type=int, default=-1, help="kill as in process_goodput, with this seed")
-  parser.add_argument("--cut-at", type=positives, default=[], help="seconds at which a link is cut for 3 s, 60,120")
+  parser.add_argument("--cut-at", type=numbers, default=[], help="seconds at which a link is cut for 3 s, 60,120")
   parser.add_argument("--start-seconds", type=float, default=0.0, help="that a killed member needs besides")
   parser.add_argument("--verbose", action="store_true", help="show what the supervisor and the members print")
   parser.add_argument("--supervise", help=argparse.SUPPRESS)  # a Case, for the processes that this command starts

@@ -16,7 +16,8 @@ import time
 from end_to_end.benchmarks.common import positives
 
 from worlds.membership import messages, wire
-from worlds.membership.coordinator import Coordinator, Effects, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Send
 from worlds.membership.rules import RunRules
 from worlds.membership.wire import Channel
 

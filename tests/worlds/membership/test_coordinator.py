@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.worlds.membership.protocol_model import Model
 
 from worlds.membership import dealing
-from worlds.membership.coordinator import Coordinator, Effects, Note, Send
+from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
+from worlds.membership.effects import Effects, Note, Send
 from worlds.membership.messages import from_ranges, to_ranges
 from worlds.membership.rules import RunRules
 

@@ -12,7 +12,8 @@ import pytest
 from trainer.cluster.launched import check, run_rules
 from trainer.config import ConfigError, load
 from trainer.config.shares import resolve
-from worlds.membership.coordinator import Coordinator, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Send
 from worlds.membership.rules import RunRules
 
 KEYS = ["configs/base.yml", "cluster=multiprocess", "num_slices=3", "dataset_type=synthetic"]

@@ -10,7 +10,8 @@ import zlib
 import pytest
 
 from worlds.membership import wire
-from worlds.membership.coordinator import Coordinator, Effects, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Send
 from worlds.membership.rules import RunRules, most_members
 
 

@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
+from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.rules import RunRules
 from worlds.membership.speeds import Speeds
 

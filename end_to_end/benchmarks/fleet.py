@@ -1,36 +1,47 @@
 """Measures dealing, exchange and coordination of many members on few cores: computing a share is a sleep.
 
   python -m end_to_end.benchmarks.fleet --members 8 --alive 8,7,4 --shares 1,8 --values 100000 --seconds 0.4
-  python -m end_to_end.benchmarks.fleet --members 8 --shares 8 --slow 1.3
-  python -m end_to_end.benchmarks.fleet --members 64 --shares 8 --seconds 2 --steps 300 --kill-every 10
+  python -m end_to_end.benchmarks.fleet --members 8 --slow 1.3 --slow-to 60 --steps 120
+  python -m end_to_end.benchmarks.fleet --members 64 --seconds 2 --steps 300 --slow 2 --kill-every 10 --cut-at 150,400
+  python -m end_to_end.benchmarks.fleet --members 8 --steps 1500 --trace 0 --start-seconds 5
 
 Each member is a process that joins a supervisor, sleeps for the shares that it is dealt, exchanges their sums with the
 other members, and commits. It has no JAX. The values of a share are known, so every sum is compared with a sum that
 NumPy computes in the fixed order, and the state at the end says whether a step was lost or repeated. Columns:
 
   k / N        N members are started, and k are alive; the others are killed in the second step
+  steps        that are measured: without the first 5, and without those until the slow member is named
   ideal        speed as a share of what the live members could do: the sum of their speeds
-  bound        speed as a share of what whole shares allow: N s shares of equal length on k members. "-" with --slow or
-               --kill-every
-  step, CPU    of a step: seconds, and CPU seconds of all processes
+  bound        speed as a share of what whole shares allow. "-" if the speeds change or members are killed meanwhile
+  goodput      with --trace: usual seconds of a step x N x steps / live seconds of all members
+  step, CPU    of a step: seconds, and CPU seconds of all members
+  faults       members that were killed, and cuts of the link between the members 2 and 3
+  named        after which step member 1 was called slow or as fast as the others, and its shares of a slice then
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
+import heapq
+import itertools
 import json
 import os
 import random
 import signal
+import socket
+import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,6 +59,9 @@ from worlds.workers import Program
 PHASES = 3  # steps whose values differ
 WARM_UP = 5  # steps before the first one that is measured
 FOR_EVER = 1e6  # seconds
+SAVE_STEPS = 5  # from one copy of a member's state to the next
+CUT, CUT_SECONDS = (2, 3), 3.0  # the members whose link is cut, and for how long
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of setsockopt(2) on Linux
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,9 @@ class Case:
   slow: float
   slow_to: int
   kill_every: float  # seconds; 0: never
+  trace: int  # seed of the faults of `process_goodput`; -1: none
+  cut_at: Sequence[float]  # seconds
+  start_seconds: float  # that a member needs to start again, besides
   folder: str
 
   def pool(self) -> np.ndarray:
@@ -97,7 +114,13 @@ class Member:
     self._sums: dict[tuple[int, int, int], np.ndarray] = {}
     self._state = np.zeros(2, np.int64)
     self._records = open(Path(case.folder) / str(peers.member), "a", buffering=1)  # noqa: SIM115 -- until the exit
+    starts_again = next(records(case, peers.member), None) is not None
     self._record(pid=os.getpid(), member=peers.member)
+    self._copy = Path(case.folder) / f"copy-{peers.member}"
+    if starts_again:
+      time.sleep(case.start_seconds)
+      with contextlib.suppress(FileNotFoundError):
+        self._state[:] = json.loads(self._copy.read_text())
 
   def _record(self, **fields: Any) -> None:
     self._records.write(json.dumps({"at": time.monotonic(), **fields}) + "\n")
@@ -106,7 +129,10 @@ class Member:
     """Joins, and trains to the last step."""
     peers = self._peers
     peers.completed = lambda: int(self._state[0])
-    peers.membership.send("ready", newest=0, holds=False)
+    peers.on_notice = lambda notice: self._record(notice=notice, after=int(self._state[0]))
+    if self._case.cut_at and peers.member in CUT:
+      threading.Thread(target=self._cut, daemon=True).start()
+    peers.membership.send("ready", newest=int(self._state[0]), holds=False)
     self._record(ready=True)
     while not peers.members:
       message = peers.membership.next()
@@ -146,6 +172,10 @@ class Member:
         break
     self._state[:] = step, zlib.crc32(total, int(self._state[1]))
     self._record(step=step, shares=len(peers.shares), computed=computed, sum=zlib.crc32(total), cpu=time.process_time())
+    if step % SAVE_STEPS == 0:
+      new = self._copy.with_suffix(".new")
+      new.write_text(json.dumps(self._state.tolist()))
+      new.rename(self._copy)
 
   def _values(self, step: int, first: int, stop: int) -> np.ndarray:
     """The sum of a piece, as a device has added it: without time on this CPU, except for the first time."""
@@ -153,6 +183,24 @@ class Member:
     if key not in self._sums:
       self._sums[key] = self._case.sum(self._pool, *key)
     return self._sums[key]
+
+  def _cut(self) -> None:
+    """Thread: while the file "cut" exists, no packet of the link between the members `CUT` arrives here."""
+    file, other = Path(self._case.folder) / "cut", sum(CUT) - self._peers.member
+    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a program for the kernel: keep 0 bytes
+    program = struct.pack("HP", 1, ctypes.addressof(drop))
+    cut: dict[int, socket.socket] = {}
+    while True:
+      time.sleep(0.02)
+      for link in self._peers.exchange._links.get(other, []) if file.exists() else []:
+        with contextlib.suppress(OSError):  # it has just been closed
+          if (number := link.fileno()) not in cut:
+            cut[number] = socket.socket(fileno=os.dup(number))
+            cut[number].setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+      while cut and not file.exists():
+        _, sock = cut.popitem()
+        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+        sock.close()
 
   def _send(self, other: int) -> None:
     self._peers.exchange.send_state(other, {}, [self._state])
@@ -162,32 +210,60 @@ class Member:
 
 
 def supervise(case: Case) -> NoReturn:
-  """Runs the supervisor of one case, and kills members if the case says so."""
-  rules = RunRules(slices=case.members, minimum=1, shares=case.members * case.shares, timeout=120.0)
+  """Runs the supervisor of one case, and causes its faults."""
+  rules = RunRules(slices=case.members, minimum=1, shares=case.members * case.shares, timeout=600.0)
   command = (sys.executable, "-m", "end_to_end.benchmarks.fleet", "--case", json.dumps(asdict(case)))
   run = Supervisor(Program(command, os.environ), [], rules, local=case.members, lanes=1, grace=5.0)
-  if case.kill_every:
-    threading.Thread(target=kill, args=[case], daemon=True).start()
+  threading.Thread(target=cause, args=[case], daemon=True).start()
   sys.exit(run.run())
 
 
-def kill(case: Case) -> None:
-  """Thread: kills one member after the other, chosen at random."""
-  choice = random.Random(0)
-  while max((record.get("step", 0) for record in records(case)), default=0) < WARM_UP:
+def faults(case: Case) -> Iterator[tuple[float, tuple[int, ...]]]:
+  """Yields (seconds, members that are killed then); without members, the link is cut."""
+  kills: Iterator[tuple[float, tuple[int, ...]]] = iter(())
+  if case.trace >= 0:
+    from end_to_end.benchmarks.process_goodput import trace  # imports JAX
+
+    kills = ((fault.at, fault.slices) for fault in trace(case.trace, case.members))
+  elif case.kill_every:
+    choice = random.Random(0)
+    kills = ((number * case.kill_every, (choice.randrange(case.members),)) for number in itertools.count(1))
+  return heapq.merge(kills, ((at, ()) for at in case.cut_at))
+
+
+def cause(case: Case) -> None:
+  """Thread: causes the faults, from the first step on that is measured."""
+  while begins(case) is None:
     time.sleep(1.0)
-  while True:
-    time.sleep(case.kill_every)
-    member = choice.randrange(case.members)
-    own = list(records(case, member))
-    with (Path(case.folder) / str(member)).open("a") as file:
-      os.kill(next(record["pid"] for record in reversed(own) if "pid" in record), signal.SIGKILL)
-      file.write(json.dumps({"at": time.monotonic(), "killed": True}) + "\n")
+  began, cut = time.monotonic(), Path(case.folder) / "cut"
+  for at, members in faults(case):
+    time.sleep(max(0.0, began + at - time.monotonic()))
+    if not members:
+      cut.touch()
+      threading.Timer(CUT_SECONDS, cut.unlink).start()
+    for member in members:
+      pid = [record["pid"] for record in records(case, member) if "pid" in record][-1]
+      with contextlib.suppress(ProcessLookupError), (Path(case.folder) / str(member)).open("a") as file:
+        os.kill(pid, signal.SIGKILL)
+        file.write(json.dumps({"at": time.monotonic(), "killed": True}) + "\n")
+
+
+def begins(case: Case) -> int | None:
+  """The step after which steps are measured; None if that is not known yet."""
+  if case.slow > 1:  # the next step is the first one with other shares
+    return next((after for after, notice in notices(case) if notice["factor"] > 1), None)
+  return WARM_UP if any(record.get("step", 0) >= WARM_UP for record in records(case)) else None
+
+
+def notices(case: Case) -> list[tuple[int, dict[str, Any]]]:
+  """(step, notice about the speed of member 1 after this step), each once."""
+  found = {r["after"]: r["notice"] for r in records(case) if "notice" in r and r["notice"]["kind"] == "slow"}
+  return [(after, notice) for after, notice in sorted(found.items()) if notice["member"] == 1]
 
 
 def records(case: Case, member: int | None = None) -> Iterator[dict[str, Any]]:
   """What the members have written."""
-  for path in sorted(Path(case.folder).glob("*" if member is None else str(member))):
+  for path in sorted(Path(case.folder).glob("[0-9]*" if member is None else str(member))):
     for line in path.read_text().splitlines():
       if line.endswith("}"):  # a killed process leaves half a line
         yield json.loads(line)
@@ -205,22 +281,40 @@ def measure(case: Case, verbose: bool) -> str:
       log.seek(0)
       sys.exit(f"{log.read()}\nThe run ended with exit code {code}; its log is above.")
   lives = [life for member in range(case.members) for life in _lives(case, member)]
-  ends = {record["step"]: record["at"] for life in lives for record in life if "step" in record}
-  check(case, [record for life in lives for record in life])
-  seconds, steps = ends[case.steps] - ends[WARM_UP], case.steps - WARM_UP
-  speed = case.members * case.seconds * steps  # slice-seconds of work
-  live = sum(_live(case, life, ends) for life in lives)
-  whole = -(-case.members * case.shares // case.alive) / case.shares * case.seconds * steps
-  bound = "-" if case.kill_every or case.slow > 1 else f"{whole / seconds:.3f}"
-  cpu = sum(_cpu(life) for life in lives) / steps
-  return (
-    f"| {case.alive} / {case.members} | {case.shares} | {case.values / 1e6:g} M | {case.seconds:g} s | {case.slow:g} | "
-    f"{speed / live:.3f} | {bound} | {seconds / steps:.3f} s | {cpu:.3f} s |"
-  )
+  found = [record for life in lives for record in life]
+  check(case, found)
+  first = begins(case)
+  if first is None:
+    sys.exit("Member 1 was not called slow. Raise --steps, --seconds or --slow.")
+  ends: dict[int, float] = {}
+  for record in found:
+    if "step" in record:
+      ends[record["step"]] = min(record["at"], ends.get(record["step"], record["at"]))
+  seconds, steps = ends[case.steps] - ends[first], case.steps - first
+  live = sum(_live(case, life, first, ends) for life in lives)
+  constant = case.kill_every == 0 > case.trace and (case.slow == 1 or case.slow_to >= case.steps)
+  usual = statistics.median(ends[step] - ends[step - 1] for step in range(first + 1, case.steps + 1))
+  cuts = sum(ends[first] + at < ends[case.steps] for at in case.cut_at)
+  columns = [f"{case.alive} / {case.members}", case.shares, f"{case.values / 1e6:g} M", f"{case.seconds:g} s"]
+  columns += [f"{case.slow:g}", steps, f"{case.members * case.seconds * steps / live:.3f}"]
+  columns += [f"{bound(case) * steps / seconds:.3f}" if constant else "-"]
+  columns += [f"{case.members * usual * steps / live:.1%}" if case.trace >= 0 else "-"]
+  columns += [f"{seconds / steps:.3f} s", f"{sum(_cpu(life, first) for life in lives) / steps:.3f} s"]
+  columns += [f"{sum('killed' in r and r['at'] > ends[first] for r in found)} kills, {cuts} cuts"]
+  columns += ["; ".join(f"{n['factor']:.2f} after {after}: {n['shares']} shares" for after, n in notices(case)) or "-"]
+  return f"| {' | '.join(map(str, columns))} |"
+
+
+def bound(case: Case) -> float:
+  """The shortest time of a step that whole shares allow: until then, the members can compute all shares."""
+  speeds = [1 / case.slow if member == 1 else 1.0 for member in range(case.alive)]
+  ends = sorted(count / speed for speed in set(speeds) for count in range(1, case.members * case.shares + 1))
+  can = lambda end: sum(int(end * speed + 1e-9) for speed in speeds) >= case.members * case.shares
+  return next(end for end in ends if can(end)) / case.shares * case.seconds
 
 
 def check(case: Case, found: list[dict[str, Any]]) -> None:
-  """Every member has computed the right sum of every step, and each step once."""
+  """Every member has computed the right sum of every step, and the state at the end has each step once."""
   totals, chain = case.totals(), 0
   digests = [zlib.crc32(total) for total in totals]
   for step in range(1, case.steps + 1):
@@ -241,11 +335,11 @@ def _lives(case: Case, member: int) -> list[list[dict[str, Any]]]:
   return lives
 
 
-def _live(case: Case, life: list[dict[str, Any]], ends: dict[int, float]) -> float:
+def _live(case: Case, life: list[dict[str, Any]], first: int, ends: dict[int, float]) -> float:
   """The seconds in which this process could compute while steps were measured, times its speed."""
-  if max((record.get("step", 0) for record in life), default=0) < WARM_UP and not case.kill_every:
-    return 0.0  # not among those that stay alive
-  begin, end = ends[WARM_UP], ends[case.steps]
+  if max((record.get("step", 0) for record in life), default=0) < first and life[-1]["at"] < ends[first]:
+    return 0.0
+  begin, end = ends[first], ends[case.steps]
   start = next((record["at"] for record in life if "ready" in record), end)
   stop = next((record["at"] for record in life if "killed" in record), end)
   clipped = lambda moment: min(max(moment, begin), end)
@@ -256,23 +350,31 @@ def _live(case: Case, life: list[dict[str, Any]], ends: dict[int, float]) -> flo
   return live
 
 
-def _cpu(life: list[dict[str, Any]]) -> float:
+def _cpu(life: list[dict[str, Any]], first: int) -> float:
   """The CPU seconds of a process while steps were measured."""
-  used = [record["cpu"] for record in life if record.get("step", 0) >= WARM_UP]
+  used = [record["cpu"] for record in life if record.get("step", 0) >= first]
   return used[-1] - used[0] if used else 0.0
+
+
+def numbers(text: str) -> list[int]:
+  """The numbers of "1,2,3"."""
+  return [int(number) for number in text.split(",")]  # not `common.positives`, which imports much for each member
 
 
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--members", type=int, default=8)
-  parser.add_argument("--alive", default="", help="several numbers of members that are alive, 8,7,4; default: all")
-  parser.add_argument("--shares", default="8", help="several numbers of shares of a slice, 1,8")
-  parser.add_argument("--values", default="100000", help="several numbers of float32 values, 100000,1000000")
+  parser.add_argument("--alive", type=numbers, help="several numbers of members that are alive, 8,7,4; default: all")
+  parser.add_argument("--shares", type=numbers, default=[8], help="several numbers of shares of a slice, 1,8")
+  parser.add_argument("--values", type=numbers, default=[100000], help="several numbers of float32 values")
   parser.add_argument("--seconds", type=float, default=0.4, help="that a slice computes")
   parser.add_argument("--steps", type=int, default=40)
   parser.add_argument("--slow", type=float, default=1.0, help="how much longer member 1 computes")
   parser.add_argument("--slow-to", type=int, default=10**9, help="the last step in which it does")
   parser.add_argument("--kill-every", type=float, default=0.0, help="seconds from one kill to the next; 0: none")
+  parser.add_argument("--trace", type=int, default=-1, help="kill as in process_goodput, with this seed")
+  parser.add_argument("--cut-at", type=numbers, default=[], help="seconds at which a link is cut for 3 s, 60,120")
+  parser.add_argument("--start-seconds", type=float, default=0.0, help="that a killed member needs besides")
   parser.add_argument("--verbose", action="store_true", help="show what the supervisor and the members print")
   parser.add_argument("--supervise", help=argparse.SUPPRESS)  # a Case, for the processes that this command starts
   parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -283,27 +385,12 @@ def main() -> None:
     case = Case(**json.loads(args.case))
     Member(case, join(Place.read(os.environ))).run()
     return
-  numbers = lambda text: [int(number) for number in text.split(",")]
-  print(
-    "| k / N | shares | values | slice | slow | ideal | bound | step | CPU |\n|---|---|---|---|---|---|---|---|---|"
-  )
-  for values in numbers(args.values):
-    for shares in numbers(args.shares):
-      for alive in numbers(args.alive or str(args.members)):
-        with tempfile.TemporaryDirectory() as folder:
-          case = Case(
-            args.members,
-            alive,
-            shares,
-            values,
-            args.seconds,
-            args.steps,
-            args.slow,
-            args.slow_to,
-            args.kill_every,
-            folder,
-          )
-          print(measure(case, args.verbose), flush=True)
+  print("| k / N | shares | values | slice | slow | steps | ideal | bound | goodput | step | CPU | faults | named |")
+  print("|---" * 13 + "|")
+  for values, shares, alive in itertools.product(args.values, args.shares, args.alive or [args.members]):
+    with tempfile.TemporaryDirectory() as folder:
+      chosen = vars(args) | {"values": values, "shares": shares, "alive": alive, "folder": folder}
+      print(measure(Case(**{field.name: chosen[field.name] for field in fields(Case)}), args.verbose), flush=True)
 
 
 if __name__ == "__main__":

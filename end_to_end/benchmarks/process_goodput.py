@@ -1,6 +1,7 @@
 """Goodput under a seeded trace of faults: slices that go on beside a run that is restarted from its checkpoints.
 
     python -m end_to_end.benchmarks.process_goodput [--steps 2000] [--seed 0] [--slices 2]
+    python -m end_to_end.benchmarks.process_goodput --slices 8 --simulate 2
 
 One run has no faults. Two others have the same trace: a fault every 15 to 60 s, one of five hits all slices. In the
 first, only the processes of the slices that are hit are killed. In the second, everything is killed and the same
@@ -14,6 +15,10 @@ it takes part in a step again. A slice that was not hit is live all the time, al
 step takes without faults is measured in the same run, because a machine's speed differs from run to run: from some
 seconds after all slices are back, to the next fault. All three runs must end with the same losses and the same state,
 bit by bit.
+
+--simulate computes a day of the same trace with the measured costs of docs/benchmarks/processes.md, steps of so many
+seconds and a local copy every 2 s, for more slices than this machine has cores. `end_to_end.benchmarks.fleet --trace`
+measures it with sleeps.
 """
 
 from __future__ import annotations
@@ -41,6 +46,12 @@ ALL = 0.2  # share of the faults that hit all slices
 SETTLED = 3.0  # seconds after all slices are back; then the run is as without faults
 LOCAL_PERIOD, STORAGE_PERIOD = 20, 200  # steps between local copies, and between checkpoints
 
+# For `simulate`, as docs/benchmarks/processes.md has measured it.
+DAY = 24 * 3600.0
+LOSS_SECONDS, RETURN_SECONDS = 0.109, 0.136  # that a step takes longer, besides the shares of the lost slice
+START_SECONDS = 3.6  # from a kill until the slice can compute again
+COPY_SECONDS = 2.0  # from one local copy to the next; at least a step
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -63,12 +74,48 @@ def main() -> None:
   parser.add_argument("--steps", type=positive, default=2000)
   parser.add_argument("--seed", type=int, default=0, help="of the trace")
   parser.add_argument("--slices", type=positive, default=2)
+  parser.add_argument("--simulate", type=float, help="seconds of a step without faults")
   options = parser.parse_args()
+  if options.simulate:
+    print("slices | shares of a slice | a step | goodput of a day")
+    for shares in (1, 2, 4, 8):
+      goodput = simulate(options.simulate, options.slices, shares, trace(options.seed, options.slices))
+      print(f"{options.slices} | {shares} | {options.simulate:g} s | {goodput:.1%}")
+    return
   cores = sorted(os.sched_getaffinity(0))
   if len(cores) < options.slices:
     parser.error(f"--slices {options.slices}: each slice needs a core of its own, and this machine has {len(cores)}")
   with tempfile.TemporaryDirectory(prefix="process-goodput-") as directory:
     compare(Path(directory), options.steps, options.seed, cores[: options.slices])
+
+
+def simulate(step: float, slices: int, shares: int, faults: Iterator[Fault]) -> float:
+  """The goodput of a day. A step takes as long as the member with the most shares, and the shares of a slice that is
+  lost in it are computed after the others."""
+  now, done, live = 0.0, 0, 0.0
+  period = max(1, round(COPY_SECONDS / step))
+  ready: dict[int, float] = {}  # when each lost slice can join
+  fault = next(faults)
+  seconds = lambda count, alive: math.ceil(count / alive) * step / shares
+  while now < DAY:
+    joining = {member for member, at in ready.items() if at <= now}
+    ready = {member: at for member, at in ready.items() if member not in joining}
+    alive = set(range(slices)) - ready.keys()
+    end = now + seconds(slices * shares, len(alive)) + RETURN_SECONDS * bool(joining)
+    while fault.at < end and (hit := alive & set(fault.slices)) != alive:
+      alive -= hit
+      live += len(hit) * max(0.0, fault.at - now)
+      ready |= dict.fromkeys(hit, fault.at + START_SECONDS)
+      if hit:
+        end += LOSS_SECONDS + seconds(shares * len(hit), len(alive))
+      fault = next(faults)
+    if fault.at < end:  # all are lost
+      live += len(alive) * max(0.0, fault.at - now)
+      now, done, ready, fault = fault.at + START_SECONDS, done - done % period, {}, next(faults)
+    else:
+      live += len(alive) * (end - now)
+      now, done = end, done + 1
+  return done * step * slices / live
 
 
 def compare(folder: Path, count: int, seed: int, cores: list[int]) -> None:

@@ -2,8 +2,9 @@
 
     python -m end_to_end.benchmarks.supervisor [--members 64,256,1024,4096]
 
-Decides, encodes, authenticates and hands over each message as the server does; the sockets only count. "reports" are
-the CPU seconds for reading, checking and decoding the two messages with which each member reports a step.
+Decides, encodes, authenticates and hands over each message as the server does; the sockets only count. Each slice has 8
+shares, and one member is slow. "reports" are the CPU seconds for reading, checking and decoding the two messages with
+which each member reports a step.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import time
 from end_to_end.benchmarks.common import positives
 
 from worlds.membership import messages, wire
-from worlds.membership.coordinator import Coordinator, Effects, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Send
 from worlds.membership.rules import RunRules
 from worlds.membership.wire import Channel
 
+SHARES = 8  # of a slice
+WARM_UP = 40  # steps after which one member is known to be slow, and has fewer shares
 STEPS = 5
 KEY = bytes(32)
 
@@ -37,7 +41,8 @@ class Run:
   """A run of `members` members, one process each."""
 
   def __init__(self, members: int) -> None:
-    self.run = Coordinator(RunRules(members, 1, members, timeout=1e9), clock=lambda: 0.0)
+    self.run = Coordinator(RunRules(members, 1, SHARES * members, timeout=1e9), clock=lambda: 0.0)
+    self.number = 0  # of the last step
     self.sockets = [CountingSocket() for _ in range(members)]
     self.channels = [Channel(sock, KEY, serves=True) for sock in self.sockets]
     for member in range(members):
@@ -56,11 +61,12 @@ class Run:
         body = bodies.get(id(effect.message)) or bodies.setdefault(id(effect.message), wire.encode(effect.message))
         self.channels[effect.member].send(body)
 
-  def step(self, number: int) -> None:
+  def step(self) -> None:
+    self.number += 1
     for member in sorted(self.run.active):
-      self.run.computed(member, self.run.epoch, 1.23456789)
+      self.run.computed(member, self.run.epoch, 1.23456789 * (1 + (member == 1)))
     for member in sorted(self.run.active):
-      self.tell(self.run.done(member, 0, self.run.epoch, f"step {number}", 7))
+      self.tell(self.run.done(member, 0, self.run.epoch, f"step {self.number}", 7))
 
   def measured(self, work) -> tuple[float, int]:
     """(CPU seconds, bytes) of work()."""
@@ -96,12 +102,13 @@ def main() -> None:
   print("members | step | bytes | loss | bytes | step with a return | bytes | reports")
   for members in args.members:
     run = Run(members)
-    run.step(1)
-    seconds, sent = run.measured(lambda run=run: [run.step(number) for number in range(2, 2 + STEPS)])
+    for _ in range(WARM_UP):
+      run.step()
+    seconds, sent = run.measured(lambda run=run: [run.step() for _ in range(STEPS)])
     loss = run.measured(lambda run=run: run.tell(run.run.lost(5, "killed")))
-    run.step(2 + STEPS)
+    run.step()
     run.joins(5)
-    back = run.measured(lambda run=run: run.step(3 + STEPS))
+    back = run.measured(run.step)
     run.close()
     pairs = (seconds / STEPS, sent // STEPS), loss, back
     columns = (f"{1000 * cpu:.1f} ms | {size:,}" for cpu, size in pairs)

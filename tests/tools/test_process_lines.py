@@ -6,7 +6,7 @@ import pytest
 
 from trainer.preflight import report
 from worlds.exchange.plan import pieces
-from worlds.membership.messages import deal
+from worlds.membership.dealing import deal
 
 
 @pytest.mark.parametrize("total, shares", [(3, 1), (4, 2), (8, 8)])

@@ -18,145 +18,19 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
-from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import OPENED, Message, deal, message, slow_line, step_of, to_ranges
-from worlds.membership.pulse import Pulse, RunningClock
-from worlds.membership.rules import RunRules
-from worlds.membership.speeds import Slow, Speeds
+from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.epochs import Epochs, Member, Told
+from worlds.membership.failures import BAD_INPUT, FAILED
+from worlds.membership.messages import OPENED, Message, message, slow_line, step_of
 
-
-@dataclass(frozen=True)
-class Send:
-  """Send `message` to every lane of `member`."""
-
-  member: int
-  message: Message
-
-
-@dataclass(frozen=True)
-class Kill:
-  """End the processes of `member`, for `reason`, which has lasted for `seconds`. Then report it as lost."""
-
-  member: int
-  reason: str
-  seconds: float
-
-
-@dataclass(frozen=True)
-class Note:
-  """A line for the supervisor's log."""
-
-  text: str
-
-
-Effect = Send | Kill | Note
-_BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
-_APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
-_MOST_RANGES = 2048  # of shares in a message. Each loss divides some; then they are dealt in order again
 _SLOW_STEPS = 60  # after which a slow member may be replaced
 _MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
-Effects = list[Effect]
 
 
-@dataclass
-class _Member:
-  lanes: int
-  addresses: dict[int, str] = field(default_factory=dict)  # by lane
-  newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
-  holds: bool = False  # whether it has the state of this step in memory
-  was_active: bool = False
-  reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
-
-  @property
-  def ready(self) -> bool:
-    return self.newest >= 0
-
-  def whole(self, key: tuple[Any, ...], lane: int) -> bool:
-    """Whether all lanes have sent the report `key`, with this one of `lane`."""
-    sent = self.reports.setdefault(key, set())
-    sent.add(lane)
-    if len(sent) < self.lanes:
-      return False
-    del self.reports[key]
-    return True
-
-
-@dataclass
-class _Told:
-  """The last epoch that the members have been told."""
-
-  epoch: int = 0
-  members: dict[str, list[str]] = field(default_factory=dict)
-  ranges: dict[str, list[list[int]]] = field(default_factory=dict)
-  knowing: set[int] = field(default_factory=set)  # members that got all of this
-
-  def since(self, base: _Told) -> dict[str, Any]:
-    """The fields of a message with what has changed since `base`."""
-    changed = lambda new, old: {key: value for key, value in new.items() if old.get(key) != value}
-    return {
-      "base": base.epoch,
-      "gone": [int(member) for member in base.members if member not in self.members],
-      "members": changed(self.members, base.members),
-      "ranges": changed(self.ranges, base.ranges),
-    }
-
-
-class Coordinator:
+class Coordinator(Epochs):
   """Epochs, members and commits of one run."""
-
-  def __init__(
-    self,
-    rules: RunRules,
-    *,
-    run_id: str = "",
-    expected: int | None = None,
-    clock: Callable[[], float] | None = None,
-    hang_seconds: float = 5.0,
-    failures: Failures | None = None,
-  ) -> None:
-    """run_id: of a run whose folder does not exist yet. expected: members that a start waits for (default: all slices);
-    after rules.timeout, rules.minimum are enough. clock: default: RunningClock. failures: of the run so far."""
-    assert 1 <= rules.minimum <= rules.slices, rules
-    self._rules, self._run_id, self._timeout = rules, run_id, rules.timeout
-    self._total, self._minimum = rules.slices, rules.minimum
-    self._expected = max(expected or rules.slices, rules.minimum)
-    self.clock = clock or RunningClock()
-    self._members: dict[int, _Member] = {}  # connected
-    self._waits_since = self.clock()  # of gathering and holding
-    self._ready_since: float | None = None  # when the first of the ready members began to wait for others
-    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
-    self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
-    self._round = ""  # that they have done
-    self._evaluation = ""  # the round under way, if it is known to be an evaluation
-    self._interrupted = False  # it was interrupted, and no round follows
-    self._leaving: set[int] = set()
-    self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
-    self._source = -1
-    self._broken_at: float | None = None  # when a connection of this epoch was reported as broken
-    self._unreached: set[frozenset[int]] = set()  # pairs of members that could not connect in this epoch
-    self._stood_still = False  # the exchange of the round under way, in an earlier epoch
-    self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
-    self._dealt: dict[int, list[int]] = {}  # of the last epoch
-    self._told = _Told()
-    self._speeds = Speeds()
-    self._leader = -1  # the member that was asked to lead and has not answered yet
-    self._failed_leads = 0  # in a row
-    self.failures = failures or Failures(rules.attempts)
-    self._survivors: set[int] = set()  # members that may hold the state, when no other one does
-    self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
-    self.phase = "gathering"
-    self.epoch = 0
-    self.active: set[int] = set()
-    self.live: set[int] = set()
-    self.primary = -1  # writes the records; -1: not chosen yet
-    self.committed = ""  # the last committed round
-    self.stopping = False
-    self.code: int | None = None  # the exit code of the run, once it is over
 
   @property
   def starting(self) -> set[int]:
@@ -170,10 +44,12 @@ class Coordinator:
     """A process of `member` has connected."""
     if self.code is not None:
       return [Send(member, message("end", code=self.code, reason=""))]
-    found = self._members.setdefault(member, _Member(lanes))
+    found = self._members.setdefault(member, Member(lanes))
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
     found.addresses[lane] = address
+    if lane == 0:
+      self._dealing.speeds.starts(member, address.rpartition(":")[0])
     self.pulse.beat(member, lane)
     if self.primary < 0:
       self.primary = member
@@ -255,13 +131,6 @@ class Coordinator:
     reason = f"it has computed {self._round!r} with other weights than the other members"
     return [Kill(member, reason, 0.0) for member in sorted(self._done) if self._done[member] != right]
 
-  def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
-    """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
-    if epoch == self.epoch and (member in self.active or member == self._leader):
-      self._broken_at = self.clock() if self._broken_at is None else self._broken_at
-      self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
-    return []
-
   def leave(self, member: int) -> Effects:
     """`member` has SIGTERM."""
     found = self._members.get(member)
@@ -307,16 +176,6 @@ class Coordinator:
   def _interruption(self, *, leave: bool) -> Message:
     return message("interrupt", epoch=self.epoch + leave, leave=leave)
 
-  def _let_go(self, leave: Collection[int]) -> None:
-    """These members end: they are not active any more, and do not join again."""
-    self.active = self.active - set(leave)
-    self.live -= set(leave)
-    self._leaving -= set(leave)
-    self.failures.leave(leave)
-    for member in leave:
-      self._members[member].newest = -1
-      self._speeds.forget(member)
-
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
     if code == BAD_INPUT:
@@ -332,7 +191,7 @@ class Coordinator:
     if self._members.pop(member, None) is None:
       return []
     self.pulse.forget(member)
-    self._speeds.forget(member)
+    self._dealing.speeds.forget(member)
     self._leaving.discard(member)
     was_active = member in self.active
     self.active.discard(member)
@@ -372,13 +231,6 @@ class Coordinator:
     names = ", ".join(map(str, sorted(failing)))
     return self.end(FAILED, f"Without a new step, these members have failed again: {names}.")
 
-  def _try_again(self) -> Effects:
-    """The run has failed as a whole: ends it after too many attempts."""
-    if self.failures.recovers() or self.stopping:
-      return []
-    most = f"elastic_max_retries={self._rules.attempts}"
-    return self.end(FAILED, f"{most}: so many attempts in a row have failed, each before 10 new steps.")
-
   def tick(self) -> Effects:
     """To be called several times a second: limits of waits and of silence."""
     if self.phase == "over":
@@ -396,41 +248,7 @@ class Coordinator:
       effects += self.end(1, self._too_few())
     return effects
 
-  def _mend(self) -> Effects:
-    """What to do if members that live cannot exchange: they connect again, or one of them goes."""
-    seconds = self.pulse.stands_still(self.active)
-    if self._is_broken():
-      if self._unreached:
-        return [self._separate()]
-    elif seconds and self._stood_still:
-      late = max(self.active - self._done.keys())
-      return [Kill(late, f"the exchange has stood still for {seconds:.1f} s again", seconds)]
-    elif seconds:
-      self._stood_still = True
-    else:
-      return []
-    what = f"The exchange has stood still for {seconds:.1f} s" if seconds else "A connection between members has ended"
-    return [Note(f"{what}. The same members connect again."), *self._world()]
-
-  def _is_broken(self) -> bool:
-    return self._broken_at is not None and self.clock() - self._broken_at > _BROKEN_SECONDS
-
-  def _separate(self) -> Kill:
-    """Ends the member to blame for connections that cannot be made, and keeps it away for a while."""
-    pairs = Counter(member for pair in self._unreached for member in pair if member in self.active)
-    # One that has no state yet rather than one that trains, and not the one that writes the records.
-    victim = max(pairs, key=lambda m: (pairs[m], m not in self.live, m != self.primary, m))
-    others = sorted({member for pair in self._unreached if victim in pair for member in pair} - {victim})
-    pause = min(2 * self._apart.get(victim, (0.0, _APART_SECONDS / 2))[1], _MOST_APART_SECONDS)
-    self._apart[victim] = self.clock() + pause, pause
-    names = ", ".join(map(str, others))
-    reason = f"no connection between it and member {names}, so it may join again in {pause:g} s at the earliest"
-    return Kill(victim, reason, _BROKEN_SECONDS)
-
   # ---- the first epoch ----
-
-  def _ready(self) -> dict[int, _Member]:
-    return {member: found for member, found in self._members.items() if found.ready}
 
   def _gather(self) -> Effects:
     ready, late = self._ready().keys(), self.clock() - self._waits_since > self._timeout
@@ -484,7 +302,7 @@ class Coordinator:
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
-    self._told = _Told()
+    self._told = Told()
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].newest = -1
@@ -500,78 +318,11 @@ class Coordinator:
 
   # ---- changes of the members ----
 
-  def _preference(self, member: int) -> tuple[bool, int]:
-    """Order in which ready members join: members that have returned before spares."""
-    return (not self._members[member].was_active, member)
-
-  def _joiners(self, more: int = 0) -> list[int]:
-    """Ready members that may join now. more: places that would be free besides those that are."""
-    ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
-    ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
-    return sorted(ready, key=self._preference)[: self._total - len(self.active) + more]
-
   def _reform(self) -> Effects:
     """A new epoch after a loss, or after a member became ready while the run holds."""
     if not self.stopping:
       self.active |= set(self._joiners())
     return [*self._world(), *self._interrupt()]
-
-  def _world(self, *, force: bool = False, keeps: bool = True) -> Effects:
-    """Begins an epoch with the active members, or holds if they are too few. force: goes on with any number. keeps: the
-    round under way goes on, so members keep all shares that they may have computed."""
-    self.epoch += 1
-    self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
-    self._survivors = set()
-    self._changed_at = self.clock()
-    self.pulse.begin_epoch()
-    if self.primary not in self.live:
-      self.primary = min(self.live)
-    lost = {str(member): list(why) for member, why in self._lost.items()}
-    self._lost = {}
-    if len(self.active) < self._minimum and not self.stopping and not force:
-      if self.phase != "holding":
-        self.phase, self._waits_since = "holding", self.clock()
-        if lost and self.failures.holds() and (ends := self._try_again()):
-          return ends
-      return self._tell("hold", lost=lost)
-    self.phase = "running"
-    self.failures.begins(self.active)
-    fresh = sorted(self.active - self.live)
-    if self._source not in self.live:
-      # Not the primary if there is a choice: it also writes the records.
-      self._source = max(self.live - self._leaving or self.live)
-    for member in self.active:
-      self._members[member].was_active = True
-      self._members[member].reports.clear()  # of the epoch before
-    self._dealt = self._deal(keeps)
-    return self._tell("world", lost=lost, fresh=fresh, source=self._source)
-
-  def _tell(self, kind: str, **fields: Any) -> Effects:
-    """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
-    before, told = self._told, _Told(self.epoch, self._addresses(self.active))
-    if kind == "world":
-      told.ranges = {str(member): to_ranges(shares) for member, shares in self._dealt.items()}
-      told.knowing = set(self.active)
-    else:
-      told.ranges = {member: ranges for member, ranges in before.ranges.items() if member in told.members}
-      told.knowing = before.knowing & self.active
-    self._told = told
-    fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
-    whole, change = (message(kind, **told.since(base), **fields) for base in (_Told(), before))
-    return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
-
-  def _deal(self, keeps: bool = False) -> dict[int, list[int]]:
-    """{member: shares} of the active members, as their speeds are now. keeps: no member loses a share."""
-    rules, active = self._rules, sorted(self.active)
-    speeds = self._speeds.of(active)
-    dealt = deal(rules.shares, active, rules.group, self._dealt, speeds, keeps)
-    if sum(len(to_ranges(shares)) for shares in dealt.values()) > _MOST_RANGES:
-      return deal(rules.shares, active, rules.group, None, speeds)
-    return dealt
-
-  def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
-    """{member: the addresses of its lanes}, as JSON."""
-    return {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in members}
 
   def _commit(self, round_name: str) -> Effects:
     """All active members have the sums of the round."""
@@ -606,38 +357,25 @@ class Coordinator:
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
     effects: Effects = []
-    for slow in self._speeds.computed(step, {int(member): took for member, took in seconds.items()}, self._dealt):
-      told = self._slow_message(slow, self._deal())
+    for told in self._dealing.computed(step, {int(member): took for member, took in seconds.items()}):
       effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
     limit = self._rules.slow_factor
-    for slow in self._speeds.slow.values():
+    for slow in self._dealing.speeds.slow:
       spares = len(self._joiners(more=1)) - (self._total - len(self.active))
       if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and spares > 0:
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects
 
-  def _slow_message(self, slow: Slow, dealt: dict[int, list[int]]) -> Message:
-    shares = len(dealt[slow.member])
-    return message("slow", **slow._asdict(), shares=shares, of=self._rules.group)
-
   def _deal_again(self) -> Effects:
     """Moves shares to faster members, if that is worth a new epoch."""
-    numbers = [len(shares) for shares in self._dealt.values()]
-    is_level = not self._speeds.slow and max(numbers) - min(numbers) <= 1
-    if self._rules.group == 1 or is_level or not self._speeds.gains(self._dealt, self._deal()):
-      return []  # dealing thousands of shares takes milliseconds: not after every step
-    self._speeds.dealt()
+    if not self._dealing.better():
+      return []
+    self._dealing.speeds.dealt()
     changed_at = self._changed_at
     effects = self._world(keeps=False)
     self._changed_at = changed_at  # the same members
     return [Note("Shares move between members, because their speeds have changed."), *effects]
-
-  def end(self, code: int, reason: str = "") -> Effects:
-    """The run is over, with this exit code. reason: why it cannot go on."""
-    self.phase, self.code = "over", code
-    notes: Effects = [Note(reason)] if reason else []
-    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())

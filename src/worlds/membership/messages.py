@@ -8,9 +8,6 @@ exchange.
 
 from __future__ import annotations
 
-import heapq
-import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -151,56 +148,6 @@ def step_of(round_name: str) -> int | None:
   """N of the round "step N"; None for an evaluation."""
   kind, _, number = round_name.partition(" ")
   return int(number) if kind == "step" else None
-
-
-def deal(
-  shares: int,
-  members: Sequence[int],
-  group: int,
-  before: Mapping[int, Sequence[int]] | None = None,
-  speeds: Mapping[int, float] | None = None,
-  keeps: bool = False,
-) -> dict[int, list[int]]:
-  """{member: the shares that it computes}, ascending. Each member gets as many as its speed allows, and at least one if
-  there are enough. With equal speeds the numbers differ by at most one.
-
-  group: shares [i * group, (i + 1) * group) travel together if one member has them. before: the last dealing. A member
-  keeps what it may of it, because it may have computed it, and first what it has most of a group of: so a member that
-  joins gets the group of the lost one. Without it, each member gets a group, and the rest is dealt. speeds: 1 for all
-  members that are not in it. keeps: a member keeps all shares that it has, also if it is slow now."""
-  ordered = sorted(members)
-  before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}
-  held = {member: [share for share in before.get(member, ()) if share < shares] for member in ordered}
-  least = {member: max(len(held[member]) * keeps, int(shares >= len(ordered))) for member in ordered}
-  numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, held, least)
-  dealt: dict[int, list[int]] = {}
-  for member, own in held.items():
-    most = Counter(share // group for share in own)
-    dealt[member] = sorted(own, key=lambda share: (-most[share // group], share))[: numbers[member]]
-  kept = {share for own in dealt.values() for share in own}
-  free = iter([share for share in range(shares) if share not in kept])
-  for member, own in dealt.items():
-    dealt[member] = sorted([*own, *itertools.islice(free, numbers[member] - len(own))])
-  return dealt
-
-
-def _numbers(
-  shares: int, speeds: dict[int, float], held: Mapping[int, Sequence[int]], least: Mapping[int, int]
-) -> dict[int, int]:
-  """How many shares each member gets, and at least `least` if there are enough: one more goes to the member that would
-  finish first, and of several to one that has more."""
-  each = shares / sum(speeds.values())
-  numbers = {member: max(least[member], int(each * speed + 1e-9)) for member, speed in speeds.items()}
-  for _ in range(sum(numbers.values()) - shares):  # what members have more than their speed allows
-    late = max(numbers, key=lambda member: (numbers[member] > least[member], numbers[member] / speeds[member]))
-    numbers[late] -= 1
-  ends = [((number + 1) / speeds[member], -len(held[member]), member) for member, number in numbers.items()]
-  heapq.heapify(ends)
-  for _ in range(shares - sum(numbers.values())):
-    _, have, member = ends[0]
-    numbers[member] += 1
-    heapq.heapreplace(ends, ((numbers[member] + 1) / speeds[member], have, member))
-  return numbers
 
 
 def to_ranges(shares: Sequence[int]) -> list[list[int]]:

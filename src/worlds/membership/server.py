@@ -13,7 +13,8 @@ from worlds import addresses
 from worlds.interruptions import PREEMPTED
 from worlds.lines import Sparse
 from worlds.membership import wire
-from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, failing_line, message, step_of
 from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 _STEPS = 16  # whose seconds tell a member's speed: a slow one is named after so many
@@ -25,60 +25,76 @@ class Slow(NamedTuple):
 
 
 class Speeds:
-  """The seconds for a share of the active members in the last steps."""
+  """The seconds for a share of the active members in the last steps, relative to the median of all in the same step. Of
+  an even number of members, the median is the faster one of the middle: so one of two, and two of four, may be slow."""
 
   def __init__(self) -> None:
-    self._seconds: dict[int, deque[float]] = {}  # of a share, by member
-    self._slow: dict[int, Slow] = {}
+    self._factors: dict[int, deque[float]] = {}  # of the last steps, by member
+    self._slow: dict[int, Slow] = {}  # lost members too: one that starts again at the same place is probably still slow
+    self._hosts: dict[int, str] = {}
     self._dealt_at = -_PAUSE_STEPS  # the step after which shares were dealt for speed
     self._step = 0
 
+  def starts(self, member: int, host: str) -> None:
+    """A process of `member` has started on this host."""
+    if self._hosts.get(member) != host:
+      self._hosts[member] = host
+      self._slow.pop(member, None)
+
   def forget(self, member: int) -> None:
-    """`member` is lost: its next process may run elsewhere."""
-    self._seconds.pop(member, None)
-    self._slow.pop(member, None)
+    """`member` is lost: its next process is measured anew."""
+    self._factors.pop(member, None)
 
   def computed(self, step: int, seconds: Mapping[int, float], dealt: Dealt) -> list[Slow]:
     """`step` is committed; its members have computed for so long. Returns the members whose speed has changed."""
     self._step = step
-    for member, took in seconds.items():
-      if shares := len(dealt.get(member, ())):
-        self._seconds.setdefault(member, deque(maxlen=_STEPS)).append(took / shares)
-    known = {member: own for member, own in self._seconds.items() if len(own) == _STEPS and member in dealt}
-    if len(known) < 2:
+    each = {member: took / len(dealt[member]) for member, took in seconds.items() if dealt.get(member)}
+    if len(each) < 2:
       return []
-    usual = statistics.median(map(statistics.median, known.values()))
+    usual = statistics.median_low(each.values()) or _LEAST_SECONDS
     changed = []
-    for member, own in sorted(known.items()):
-      halves = list(own)[: _STEPS // 2], list(own)[_STEPS // 2 :]
-      least, most = (choose(map(statistics.median, halves)) / usual for choose in (min, max))
-      was = self._slow.get(member)
-      if was is None and least >= _SLOW and (least - 1) * usual >= _LEAST_SECONDS:
-        first = next(index for index, one in enumerate(own) if one >= _SLOW * usual)
-        self._slow[member] = Slow(member, statistics.median(own) / usual, step - _STEPS + 1 + first)
-        changed.append(self._slow[member])
-      elif was is not None and most < _USUAL:
-        del self._slow[member]
-        changed.append(Slow(member, 1.0, step))
-      elif was is not None:
-        self._slow[member] = was._replace(factor=statistics.median(own) / usual)
+    for member, own in each.items():
+      factor = own / usual
+      factors = self._factors.get(member) or self._factors.setdefault(member, deque(maxlen=_STEPS))
+      factors.append(factor)
+      if (factor >= _SLOW or member in self._slow) and len(factors) == _STEPS:  # so thousands of others cost little
+        changed += self._judge(member, list(factors), usual)
     return changed
 
-  @property
-  def slow(self) -> Mapping[int, Slow]:
-    """The members that are slow now."""
-    return self._slow
+  def _judge(self, member: int, factors: list[float], usual: float) -> list[Slow]:
+    """Whether the member is slow now. Returns it if that has changed."""
+    halves = factors[: _STEPS // 2], factors[_STEPS // 2 :]
+    least, most = (choose(map(statistics.median, halves)) for choose in (min, max))
+    factor, was = statistics.median(factors), self._slow.get(member)
+    if was is None:
+      if least < _SLOW or (least - 1) * usual < _LEAST_SECONDS:
+        return []
+      first = next(index for index, one in enumerate(factors) if one >= _SLOW)
+      self._slow[member] = Slow(member, factor, self._step - _STEPS + 1 + first)
+      return [self._slow[member]]
+    if most < _USUAL:
+      del self._slow[member]
+      return [Slow(member, 1.0, self._step)]
+    self._slow[member] = was._replace(factor=factor)
+    return []
 
-  def of(self, members: Sequence[int]) -> dict[int, float]:
+  @property
+  def slow(self) -> list[Slow]:
+    """The members that are slow now, as measured in the last steps."""
+    return [slow for member, slow in self._slow.items() if len(self._factors.get(member, ())) == _STEPS]
+
+  def of(self, members: Iterable[int]) -> dict[int, float]:
     """Shares per second of each member, relative to those that are not slow."""
     return {member: 1 / self._slow[member].factor if member in self._slow else 1.0 for member in members}
 
-  def gains(self, before: Dealt, after: Dealt) -> bool:
-    """Whether shares should move now from the dealing `before` to `after`, of the same members."""
-    if self._step < self._dealt_at + _PAUSE_STEPS:
-      return False
-    speeds = self.of(list(before))
-    now, then = (max(len(own) / speeds[member] for member, own in dealt.items()) for dealt in (before, after))
+  def may_deal(self) -> bool:
+    """Whether enough steps have passed since shares were dealt for speed."""
+    return self._step >= self._dealt_at + _PAUSE_STEPS
+
+  def gains(self, before: Mapping[int, int], after: Mapping[int, int]) -> bool:
+    """Whether it is worth an epoch to deal so many shares to each member, instead of so many `before`."""
+    speeds = self.of(before)
+    now, then = (max(number / speeds[member] for member, number in numbers.items()) for numbers in (before, after))
     return then <= (1 - _LEAST_GAIN) * now
 
   def dealt(self) -> None:

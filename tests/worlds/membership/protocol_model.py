@@ -13,7 +13,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import change, from_ranges
 from worlds.membership.rules import RunRules
 

@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.worlds.membership.protocol_model import Model
 
-from worlds.membership import coordinator
-from worlds.membership.coordinator import Coordinator, Effects, Note, Send
-from worlds.membership.messages import deal, from_ranges, to_ranges
+from worlds.membership import dealing
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.dealing import deal
+from worlds.membership.effects import Effects, Note, Send
+from worlds.membership.messages import from_ranges, to_ranges
 from worlds.membership.rules import RunRules
 
 STEPS = 7
@@ -282,7 +284,7 @@ def test_ranges_are_the_shares(shares):
 
 
 def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
-  monkeypatch.setattr(coordinator, "_MOST_RANGES", 200)
+  monkeypatch.setattr(dealing, "_MOST_RANGES", 200)
   run = Coordinator(RunRules(16, 1, 1000), clock=lambda: 0.0)
   chance, counts = random.Random(0), []
   for member in range(16):

@@ -6,7 +6,8 @@ import signal
 
 import pytest
 
-from worlds.membership.coordinator import Coordinator, Effects, Note, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Note, Send
 from worlds.membership.failures import BAD_INPUT, FAILED, PROGRESS
 from worlds.membership.rules import RunRules
 

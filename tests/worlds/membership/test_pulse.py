@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import pytest
 
-from worlds.membership.coordinator import Coordinator, Kill
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Kill
 from worlds.membership.pulse import Pulse
 from worlds.membership.rules import RunRules
 

@@ -12,7 +12,8 @@ import pytest
 from trainer.cluster.launched import check, run_rules
 from trainer.config import ConfigError, load
 from trainer.config.shares import resolve
-from worlds.membership.coordinator import Coordinator, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Send
 from worlds.membership.rules import RunRules
 
 KEYS = ["configs/base.yml", "cluster=multiprocess", "num_slices=3", "dataset_type=synthetic"]
@@ -52,7 +53,7 @@ def training(rules: RunRules, members: int) -> Coordinator:
 def test_a_start_waits_for_the_expected_members_only():
   """As with a group of torchrun that has fewer nodes than slices: they compute all shares."""
   run = training(RunRules(3, 1, 3, 300.0, 0.0, True), members=2)
-  assert run.active == {0, 1} and sorted(itertools.chain(*run._dealt.values())) == [0, 1, 2]
+  assert run.active == {0, 1} and sorted(itertools.chain(*run._dealing.dealt.values())) == [0, 1, 2]
 
 
 def test_the_loss_of_a_member_ends_a_run_that_is_not_elastic():

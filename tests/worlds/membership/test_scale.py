@@ -10,7 +10,8 @@ import zlib
 import pytest
 
 from worlds.membership import wire
-from worlds.membership.coordinator import Coordinator, Effects, Send
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.effects import Effects, Send
 from worlds.membership.rules import RunRules, most_members
 
 
@@ -18,7 +19,7 @@ def training(members: int, lanes: int = 1) -> tuple[Coordinator, Effects]:
   """A run that trains, whose processes have random IPv6 addresses, and what its first epoch sends."""
   numbers = random.Random(0)
   address = lambda: f"[{ipaddress.IPv6Address(numbers.getrandbits(128))}]:{numbers.randrange(1024, 65536)}"
-  run = Coordinator(RunRules(members, 1, members, timeout=1e9), clock=lambda: 0.0)
+  run = Coordinator(RunRules(members, 1, 8 * members, timeout=1e9), clock=lambda: 0.0)
   for member in range(members):
     for lane in range(lanes):
       run.hello(member, lane, lanes, address())
@@ -45,7 +46,7 @@ def sent(effects: Effects) -> int:
 def sizes() -> dict[int, tuple[int, int, int]]:
   """{members: bytes of a step, of a loss, and of the step after which the lost member joins again}."""
   found = {}
-  for members in (64, 1024):
+  for members in (64, 4096):
     run, _ = training(members)
     one, loss = sent(step(run, 1)), sent(run.lost(5, "killed"))
     run.hello(5, 0, 1, "10.0.0.5:1024")
@@ -55,10 +56,10 @@ def sizes() -> dict[int, tuple[int, int, int]]:
 
 
 def test_what_is_sent_grows_with_the_members(sizes):
-  for few, many in zip(sizes[64], sizes[1024], strict=True):
-    assert many < 1.2 * 16 * few, sizes
-  assert sizes[1024][0] < 200 * 1024, "bytes of a step for each member"
-  assert sizes[1024][1] < 300 * 1024, "bytes of a loss for each member"
+  for few, many in zip(sizes[64], sizes[4096], strict=True):
+    assert many < 1.2 * 64 * few, sizes
+  assert sizes[4096][0] < 200 * 4096, "bytes of a step for each member"
+  assert sizes[4096][1] < 500 * 4096, "bytes of a loss for each member"
 
 
 @pytest.mark.parametrize("lanes", [1, 4])

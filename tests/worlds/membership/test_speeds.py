@@ -7,8 +7,9 @@ import random
 
 import pytest
 
-from worlds.membership.coordinator import Coordinator, Effects, Kill, Note, Send
-from worlds.membership.messages import deal
+from worlds.membership.coordinator import Coordinator
+from worlds.membership.dealing import deal
+from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.rules import RunRules
 from worlds.membership.speeds import Speeds
 
@@ -26,8 +27,8 @@ class Steps:
     for member in range(8):
       self.run.joined(member, 0, self.run.epoch)
 
-  def joins(self, member: int) -> None:
-    self.run.hello(member, 0, 1, "")
+  def joins(self, member: int, host: str = "host") -> None:
+    self.run.hello(member, 0, 1, f"{host}:1024")
     self.run.ready(member, 0, self.step)
 
   def do(self, noise: random.Random | None = None) -> Effects:
@@ -35,7 +36,7 @@ class Steps:
     effects: Effects = []
     for member in sorted(self.run.active):
       each = self.factors[member] * (noise.uniform(0.9, 1.1) if noise else 1.0)
-      self.run.computed(member, self.run.epoch, each * len(self.run._dealt[member]))
+      self.run.computed(member, self.run.epoch, each * len(self.run._dealing.dealt[member]))
     for member in sorted(self.run.active):
       effects += self.run.done(member, 0, self.run.epoch, f"step {self.step}", 7)
     return effects
@@ -45,7 +46,7 @@ class Steps:
 
   @property
   def numbers(self) -> list[int]:
-    return [len(self.run._dealt[member]) for member in sorted(self.run.active)]
+    return [len(self.run._dealing.dealt[member]) for member in sorted(self.run.active)]
 
 
 @pytest.mark.parametrize("factor, numbers", [(2.0, 4), (1.3, 6)])
@@ -90,15 +91,50 @@ def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
   assert steps.numbers == [1] * 8 and steps.run.epoch == 2
 
 
-def test_a_member_that_is_lost_comes_back_with_a_clean_slate():
+@pytest.mark.parametrize(("host", "numbers"), [("host", [4] + [8] * 3 + [9] * 4), ("another", [8] * 8)])
+def test_a_slow_member_that_starts_again_on_the_same_host_is_still_slow(host, numbers):
   steps = Steps()
   steps.factors[3] = 2.0
   steps.notes(40)
   steps.run.lost(3, "killed")
   assert sorted(steps.numbers) == [9] * 6 + [10]
+  steps.joins(3, host)
   steps.factors[3] = 1.0
-  steps.joins(3)
-  assert steps.notes(2) == [] and steps.numbers == [8] * 8
+  assert steps.notes(2) == [] and sorted(steps.numbers) == numbers
+  steps.notes(40)
+  assert steps.numbers == [8] * 8
+
+
+def test_two_members_are_slow_and_one_recovers_and_slows_again():
+  steps, noise = Steps(), random.Random(0)
+  steps.factors |= {2: 2.0, 5: 1.3}
+  named = [text for _, text in steps.notes(40, noise) if text.startswith("Slice")]
+  assert [text.split()[1] for text in named] == ["2", "5"]
+  assert steps.numbers[2] == 4 and steps.numbers[5] in (6, 7) and max(steps.numbers) == 9
+  steps.factors[2] = 1.0
+  assert [text.split()[1] for _, text in steps.notes(40, noise)] == ["2"]  # nothing moves: no step would be shorter
+  steps.factors[5] = 1.0
+  steps.notes(40, noise)
+  assert steps.numbers == [8] * 8
+  steps.factors[2] = 2.0
+  assert [text.split()[1] for _, text in steps.notes(20, noise)] == ["2", "move"] and steps.numbers[2] == 4
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_half_of_the_members_may_be_slow(members):
+  speeds, dealt = Speeds(), deal(8 * members, range(members), 8)
+  seconds = {member: 8.0 * (1 + (member < members // 2)) for member in range(members)}
+  changed = [slow for step in range(1, 17) for slow in speeds.computed(step, seconds, dealt)]
+  assert [(slow.member, slow.factor) for slow in changed] == [(member, 2.0) for member in range(members // 2)]
+
+
+def test_no_whole_shares_make_a_shorter_step():
+  """The least time in which the members can compute all shares: docs/elastic.md has the figures of eight members."""
+  for shares, factor, end in ((8, 1.3, 9), (16, 1.3, 17), (8, 2.0, 9), (8, 1.1, 8.8)):
+    speeds = {0: 1 / factor, **dict.fromkeys(range(1, 8), 1.0)}
+    dealt = deal(8 * shares, range(8), shares, speeds=speeds)
+    assert max(len(own) / speeds[member] for member, own in dealt.items()) == pytest.approx(end)
+    assert sum(int(speed * (end - 0.01)) for speed in speeds.values()) < 8 * shares
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -147,13 +183,13 @@ def test_a_round_under_way_keeps_the_shares_that_members_may_have_computed():
   """Member 3 is known to be slow, but shares have not moved yet, when another member is lost."""
   steps = Steps()
   steps.notes(1)
-  steps.run._speeds.dealt()  # shares do not move in the next steps
+  steps.run._dealing.speeds.dealt()  # shares do not move in the next steps
   steps.factors[3] = 2.0
   steps.notes(17)
-  before = {member: set(own) for member, own in steps.run._dealt.items()}
+  before = {member: set(own) for member, own in steps.run._dealing.dealt.items()}
   assert len(before[3]) == 8
   steps.run.lost(5, "killed")
-  assert all(before[member] <= set(own) for member, own in steps.run._dealt.items())
+  assert all(before[member] <= set(own) for member, own in steps.run._dealing.dealt.items())
   steps.notes(20)
   assert steps.numbers[3] == 4
 

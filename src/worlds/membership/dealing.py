@@ -1,0 +1,98 @@
+"""Which member computes which shares: orphaned shares go to members that finish first, and slow members have fewer."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+from worlds.membership.messages import Message, message, to_ranges
+from worlds.membership.rules import RunRules
+from worlds.membership.speeds import Speeds
+
+_MOST_RANGES = 2048  # of shares in a message, besides one for each member. Losses divide them; then all are dealt again
+
+
+class Dealing:
+  """The shares of the active members, by their speeds."""
+
+  def __init__(self, rules: RunRules) -> None:
+    self._shares, self._group = rules.shares, rules.group
+    self.speeds = Speeds()
+    self.dealt: dict[int, list[int]] = {}  # of the last epoch
+
+  def deal(self, active: Collection[int], keeps: bool) -> None:
+    """Deals all shares to these members. keeps: no member loses a share."""
+    speeds = self.speeds.of(active)
+    dealt = deal(self._shares, active, self._group, self.dealt, speeds, keeps)
+    if sum(len(to_ranges(shares)) for shares in dealt.values()) > len(dealt) + _MOST_RANGES:
+      dealt = deal(self._shares, active, self._group, None, speeds)
+    self.dealt = dealt
+
+  def computed(self, step: int, seconds: Mapping[int, float]) -> list[Message]:
+    """`step` is committed; the active members have computed for so long. Returns a message `slow` for each member whose
+    speed has changed."""
+    changed = self.speeds.computed(step, seconds, self.dealt)
+    numbers = (changed and self.better()) or {member: len(shares) for member, shares in self.dealt.items()}
+    return [message("slow", **slow._asdict(), shares=numbers[slow.member], of=self._group) for slow in changed]
+
+  def better(self) -> dict[int, int]:
+    """{member: how many shares it should have now}, if it is worth an epoch to deal them again; else {}."""
+    speeds, now = self.speeds.of(self.dealt), {member: len(shares) for member, shares in self.dealt.items()}
+    is_level = max(now.values()) - min(now.values()) <= 1 and min(speeds.values()) == 1
+    if self._group == 1 or is_level or not self.speeds.may_deal():  # to count takes a millisecond of 1,024 members
+      return {}
+    numbers = _numbers(self._shares, speeds, now, dict.fromkeys(now, 1))
+    return numbers if self.speeds.gains(now, numbers) else {}
+
+
+def deal(
+  shares: int,
+  members: Collection[int],
+  group: int,
+  before: Mapping[int, Sequence[int]] | None = None,
+  speeds: Mapping[int, float] | None = None,
+  keeps: bool = False,
+) -> dict[int, list[int]]:
+  """{member: the shares that it computes}, ascending. Each member gets as many as its speed allows, and at least one if
+  there are enough. With equal speeds the numbers differ by at most one.
+
+  group: shares [i * group, (i + 1) * group) travel together if one member has them. before: the last dealing. A member
+  keeps what it may of it, because it may have computed it, and first what it has most of a group of: so a member that
+  joins gets the group of the lost one. Without it, each member gets a group, and the rest is dealt. speeds: 1 for all
+  members that are not in it. keeps: a member keeps all shares that it has, also if it is slow now."""
+  ordered = sorted(members)
+  before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}
+  held = {member: [share for share in before.get(member, ()) if share < shares] for member in ordered}
+  least = {member: max(len(held[member]) * keeps, int(shares >= len(ordered))) for member in ordered}
+  have = {member: len(own) for member, own in held.items()}
+  numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, have, least)
+  dealt: dict[int, list[int]] = {}
+  for member, own in held.items():
+    most = Counter(share // group for share in own)
+    dealt[member] = sorted(own, key=lambda share: (-most[share // group], share))[: numbers[member]]
+  kept = {share for own in dealt.values() for share in own}
+  free = iter([share for share in range(shares) if share not in kept])
+  for member, own in dealt.items():
+    dealt[member] = sorted([*own, *itertools.islice(free, numbers[member] - len(own))])
+  return dealt
+
+
+def _numbers(
+  shares: int, speeds: Mapping[int, float], have: Mapping[int, int], least: Mapping[int, int]
+) -> dict[int, int]:
+  """How many shares each member gets, and at least `least` if there are enough: one more goes to the member that would
+  finish first, and of several to one that has more now (`have`)."""
+  each = shares / sum(speeds.values())
+  numbers = {member: max(least[member], int(each * speed + 1e-9)) for member, speed in speeds.items()}
+  for _ in range(sum(numbers.values()) - shares):  # what members have more than their speed allows
+    late = max(numbers, key=lambda member: (numbers[member] > least[member], numbers[member] / speeds[member]))
+    numbers[late] -= 1
+  ends = [((number + 1) / speeds[member], -have[member], member) for member, number in numbers.items()]
+  heapq.heapify(ends)
+  for _ in range(shares - sum(numbers.values())):
+    _, order, member = ends[0]
+    numbers[member] += 1
+    heapq.heapreplace(ends, ((numbers[member] + 1) / speeds[member], order, member))
+  return numbers

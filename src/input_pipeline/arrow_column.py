@@ -1,4 +1,4 @@
-"""Documents in a column of Arrow data: strings, lists of token ids, or conversations. For Parquet and Hugging Face datasets."""
+"""Documents in a column of Arrow data, of Parquet and Hugging Face datasets: texts, token ids, or conversations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def documents(batch: Any, names: Sequence[str], place: str, first: int = 0) -> I
   """Yields the documents of a record batch, without nulls. names: of `find`. place, first (number of the first row
   there): for messages.
 
-  Raises ConfigError if they are neither texts, lists of integers, nor lists of messages. A column of nulls may have any type.
+  Raises ConfigError if they are neither texts, lists of integers, nor lists of messages. A column of nulls may have any
+  type.
   """
   values = batch.column(names[0])
   for name in names[1:]:

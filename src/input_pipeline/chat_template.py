@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from input_pipeline import packages, remote
+from input_pipeline import remote
 from input_pipeline.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class Template:
 
 def _environment(today: datetime.datetime) -> Any:
   """What a template may use: the same as in transformers."""
-  packages.load("jinja2", package="jinja2", extra="dev", reason="a chat template")
   import jinja2.ext
   import jinja2.sandbox
 
@@ -161,7 +160,9 @@ def _chatml(tokenizer: BpeTokenizer, names: Mapping[str, str]) -> str:
   """ChatML. If the tokenizer lacks its tokens, the tokens around a document take their place."""
   begin, end = "<|im_start|>", "<|im_end|>"
   specials = tokenizer.special_tokens()
-  begin, end = (token if token in specials else names.get(key, token) for token, key in ((begin, "bos_token"), (end, "eos_token")))
+  begin, end = (
+    token if token in specials else names.get(key, token) for token, key in ((begin, "bos_token"), (end, "eos_token"))
+  )
   return (
     "{% for message in messages %}"
     f"{{{{ {begin!r} + message['role'] + '\\n' + message['content'] + {end!r} + '\\n' }}}}"

@@ -10,14 +10,14 @@ import hashlib
 import itertools
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from input_pipeline.chat_template import Span, Template
 from input_pipeline.documents import Conversation
-from input_pipeline.tokenizer import BpeTokenizer, encodable
+from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, encodable
 
 PACKING = {"split": "best_fit"}
 """Conversations are whole: instead of a packing that cuts documents, another one."""
@@ -86,7 +86,7 @@ class ChatTokenizer(BpeTokenizer):
   """A tokenizer with a chat template."""
 
   def __init__(self, base: BpeTokenizer, template: Template, train_on: str, length: int) -> None:
-    """train_on, length: of these options (length: max_target_length). Raises ValueError if the template is not Jinja."""
+    """train_on, length: the options train_on and max_target_length."""
     import tokenizers
 
     vars(self).update(vars(base))  # not read from its JSON again, which takes a second for a large vocabulary
@@ -180,7 +180,10 @@ class ChatTokenizer(BpeTokenizer):
     text, _ = self.template.render(messages)
     turns = [self._turn(messages, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
     if self._train_on == "all":
-      yield text, [*(_Turn(turn.text, []) for turn in turns if text.startswith(turn.text)), _Turn(text, [(0, len(text))])]
+      yield (
+        text,
+        [*(_Turn(turn.text, []) for turn in turns if text.startswith(turn.text)), _Turn(text, [(0, len(text))])],
+      )
       return
     while turns:
       here = [turn for turn in turns if text.startswith(turn.text)]
@@ -203,7 +206,7 @@ class ChatTokenizer(BpeTokenizer):
     return _Turn(text, [(len(prompt), len(text))])
 
 
-def marked(tokenizer: BpeTokenizer, ids: np.ndarray, begin: str, end: str) -> str:
+def marked(tokenizer: Tokenizer, ids: np.ndarray, begin: str, end: str) -> str:
   """The text of ids as in `encode_conversations`, with `begin` and `end` around what is trained."""
   parts = []
   for is_trained, run in itertools.groupby(ids.tolist(), lambda id: id >= 0):

@@ -42,7 +42,9 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
   except ValueError as error:
     number += line_number(piece.path, piece.start) - 1 if piece.start else 0
     remedy = f'Every line must be like {{"{column}": "..."}}, {{"{column}": [1, 2, 3]}} or'
-    remedy += f' {{"{column}": [{{"role": "user", "content": "..."}}]}}. Set train_data_columns to the name of the field.'
+    remedy += (
+      f' {{"{column}": [{{"role": "user", "content": "..."}}]}}. Set train_data_columns to the name of the field.'
+    )
     return BadRecord(f"{piece.path}:{number}: {error}. {remedy}")
 
 

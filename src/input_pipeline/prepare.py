@@ -83,7 +83,9 @@ def build(
   (folder / META).write_text(json.dumps(meta, indent=2))
 
 
-def packed(packing: str, tokenizer: Tokenizer | None) -> Callable[[Iterable[Sequence[np.ndarray]], int], Iterator[windows.Window]]:
+def packed(
+  packing: str, tokenizer: Tokenizer | None
+) -> Callable[[Iterable[Sequence[np.ndarray]], int], Iterator[windows.Window]]:
   """The function that packs documents. Conversations are never cut, so packing=split packs whole ones."""
   is_chat = isinstance(tokenizer, ChatTokenizer) and packing == "split"
   return PACKINGS["best_fit" if is_chat else packing]

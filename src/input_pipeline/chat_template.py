@@ -16,8 +16,7 @@ if TYPE_CHECKING:
   from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here
   from input_pipeline.tokenizer import BpeTokenizer
 
-CHATML = "chatml"
-"""The value of chat_template_path that names this template."""
+_CHATML = "chatml"
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 # Data must not depend on the day on which they are prepared. Llama's templates name this day where they know no other.
 _TODAY = datetime.datetime(2024, 7, 26)
@@ -30,18 +29,18 @@ Span = tuple[int, int]
 class Template:
   """A Jinja template, run in a sandbox."""
 
-  def __init__(self, text: str, names: Mapping[str, str], today: datetime.datetime = _TODAY) -> None:
+  def __init__(self, text: str, names: Mapping[str, str]) -> None:
     """names: what it may call bos_token, eos_token and so on. Raises ConfigError if the text is not a template."""
-    self.text, self.names, self.today = text, dict(names), today
+    self.text, self.names = text, dict(names)
     self.has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
     try:
-      self._compiled = _environment(today).from_string(text)
+      self._compiled = _environment().from_string(text)
     except Exception as error:  # an error of the syntax, or of a block
       raise ConfigError(f"{shorten(text)!r} is not a chat template ({error}). Give a template in Jinja.") from error
 
   def __reduce__(self) -> tuple[Any, ...]:
     """A compiled template cannot be pickled."""
-    return type(self), (self.text, self.names, self.today)
+    return type(self), (self.text, self.names)
 
   def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = False) -> tuple[str, list[Span]]:
     """(the text of the messages, the places of the text in {% generation %} blocks). prompt: an answer shall follow.
@@ -63,7 +62,7 @@ class Template:
     return found.replace(_BEGIN, "").replace(_END, ""), spans
 
 
-def _environment(today: datetime.datetime) -> Any:
+def _environment() -> Any:
   """What a template may use: the same as in transformers."""
   import jinja2.ext
   import jinja2.sandbox
@@ -91,83 +90,54 @@ def _environment(today: datetime.datetime) -> Any:
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
   )
   environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
-  environment.globals |= {"raise_exception": refuse, "strftime_now": today.strftime}
+  environment.globals |= {"raise_exception": refuse, "strftime_now": _TODAY.strftime}
   return environment
 
 
 def find(cfg: DataOptions, tokenizer: BpeTokenizer) -> Template:
   """The template that chat_template_path names, else that beside tokenizer_path. Raises ConfigError without one."""
-  place = cfg.tokenizer_path
-  beside = place if not place or _is_folder(place) else place.rpartition("/")[0] or "."
-  names = tokenizer.token_names() | (_names(beside) if place else {})
-  given = cfg.chat_template_path
-  if given == CHATML:
-    return Template(_chatml(tokenizer, names), names)
-  text = _in(given or beside)
+  place, given = cfg.tokenizer_path, cfg.chat_template_path
+  beside = place if _is_folder(place) else place.rpartition("/")[0] or "."
+  files = [_json(f"{beside}/{name}") for name in ("special_tokens_map.json", _CONFIG)]
+  tokens = {key: token for file in files for key, token in file.items() if key.endswith("_token")}
+  content = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+  names = tokenizer.token_names() | {key: token for key, token in content.items() if isinstance(token, str)}
+  text = _chatml(tokenizer, names) if given == _CHATML else _in(given or beside)
   if text is None:
     where = f"chat_template_path={given}" if given else f"tokenizer_path={place}"
     raise ConfigError(
       f"{where}: there is no chat template, which conversations need ({_FILE}, or chat_template in {_CONFIG}).\n"
-      f"Set chat_template_path={CHATML}, or to a file with a Jinja template."
+      f"Set chat_template_path={_CHATML}, or to a file with a Jinja template."
     )
   return Template(text, names)
 
 
-def of_folder(folder: str, tokenizer: BpeTokenizer) -> Template:
-  """The template of a model in the folder of its tokenizer, which knows the date. Raises ConfigError without one."""
-  text = _in(folder)
-  if text is None:
-    raise ConfigError(f"{folder} has no chat template. Train the model on conversations, or write {_FILE} there.")
-  return Template(text, tokenizer.token_names() | _names(folder), datetime.datetime.now())
-
-
 def _in(place: str) -> str | None:
   """The template in a folder or a file; None if there is none."""
-  if not place:
-    return None
   if _is_folder(place):
-    if (text := _text(f"{place}/{_FILE}")) is not None:
-      return text
-    place = f"{place}/{_CONFIG}"
-  text = _text(place)
-  if text is None or not place.endswith(".json"):
-    return text
-  found = _json(place, text).get("chat_template")
-  if isinstance(found, list):  # of several templates with names
-    named = {one["name"]: one["template"] for one in found}
-    if "default" not in named:
-      raise ConfigError(
-        f"{place}: its chat templates are {', '.join(named)}, and none is named default.\n"
-        "Set chat_template_path to a file with one of them."
-      )
-    return named["default"]
-  return found
-
-
-def _names(folder: str) -> dict[str, str]:
-  """The special tokens that the files of a tokenizer name: bos_token, eos_token and others."""
-  found: dict[str, str] = {}
-  for name in ("special_tokens_map.json", _CONFIG):
-    place = f"{folder}/{name}"
-    for key, token in _json(place, _text(place) or "{}").items():
-      content = token.get("content") if isinstance(token, dict) else token
-      if key.endswith("_token") and isinstance(content, str):
-        found[key] = content
-  return found
+    text = _text(f"{place}/{_FILE}")
+    return _in(f"{place}/{_CONFIG}") if text is None else text
+  if not place.endswith(".json"):
+    return _text(place)
+  found = _json(place).get("chat_template")
+  if not isinstance(found, list):
+    return found
+  named = {one["name"]: one["template"] for one in found}
+  if "default" not in named:
+    raise ConfigError(
+      f"{place}: its chat templates are {', '.join(named)}, and none is named default.\n"
+      "Set chat_template_path to a file with one of them."
+    )
+  return named["default"]
 
 
 def _chatml(tokenizer: BpeTokenizer, names: Mapping[str, str]) -> str:
   """ChatML. If the tokenizer lacks its tokens, the tokens around a document take their place."""
-  begin, end = "<|im_start|>", "<|im_end|>"
-  specials = tokenizer.special_tokens()
-  begin, end = (
-    token if token in specials else names.get(key, token) for token, key in ((begin, "bos_token"), (end, "eos_token"))
-  )
+  specials, pairs = tokenizer.special_tokens(), (("<|im_start|>", "bos_token"), ("<|im_end|>", "eos_token"))
+  begin, end = (repr(token if token in specials else names.get(key, token)) for token, key in pairs)
   return (
-    "{% for message in messages %}"
-    f"{{{{ {begin!r} + message['role'] + '\\n' + message['content'] + {end!r} + '\\n' }}}}"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{{{{ {begin!r} + 'assistant\\n' }}}}{{% endif %}}"
+    f"{{% for message in messages %}}{{{{ {begin} + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {begin} + 'assistant\\n' }}}}{{% endif %}}"
   )
 
 
@@ -178,23 +148,22 @@ def _is_folder(place: str) -> bool:
 def _text(place: str) -> str | None:
   """The content of a file; None if it is absent. Raises ConfigError if it cannot be read."""
   try:
-    if not remote.is_address(place):
-      return Path(place).expanduser().read_text(encoding="utf-8")
-    for file in remote.find("chat_template_path", place, ()):
-      with file.open() as content:
-        return content.read().decode()
+    if remote.is_address(place):
+      for file in remote.find("chat_template_path", place, ()):
+        with file.open() as content:
+          return content.read().decode()
+      return None
+    return Path(place).expanduser().read_text(encoding="utf-8")
   except FileNotFoundError:
-    pass
+    return None
   except (OSError, UnicodeDecodeError) as error:
     raise ConfigError(f"{place} cannot be read ({error}). Give another file.") from error
-  return None
 
 
-def _json(place: str, text: str) -> dict[str, Any]:
+def _json(place: str) -> dict[str, Any]:
+  """The mapping in a JSON file; {} if it is absent. Raises ConfigError if the file has something else."""
   try:
-    found = json.loads(text)
+    found = json.loads(_text(place) or "{}")
   except ValueError as error:
     raise ConfigError(f"{place} is not JSON ({error}). Copy the tokenizer's files again.") from error
-  if not isinstance(found, dict):
-    raise ConfigError(f"{place} is not a mapping ({shorten(text)}). Copy the tokenizer's files again.")
-  return found
+  return found if isinstance(found, dict) else {}

@@ -19,8 +19,6 @@ from input_pipeline.chat_template import Span, Template
 from input_pipeline.documents import Conversation
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, encodable
 
-PACKING = {"split": "best_fit"}
-"""Conversations are whole: instead of a packing that cuts documents, another one."""
 _ROLES = ("system", "user", "assistant")
 _UNKNOWN = ("tool_calls", "tool_call_id", "function_call", "weight", "train")  # fields that would change the meaning
 _SHOWN = 600  # characters
@@ -125,13 +123,10 @@ class ChatTokenizer(BpeTokenizer):
     rendered = [self._try_render(conversation) for conversation in conversations]
     texts = [encodable(text) for one in rendered if isinstance(one, list) for text, _ in one]
     encoded = iter(self._whole.encode_batch(texts, add_special_tokens=False))
-    result: list[list[np.ndarray] | ValueError] = []
-    for one in rendered:
-      if isinstance(one, ValueError):
-        result.append(one)
-      else:
-        result.append(self._sequences([(next(encoded), turns) for _, turns in one], tally))
-    return result
+    return [
+      self._sequences([(next(encoded), turns) for _, turns in one], tally) if isinstance(one, list) else one
+      for one in rendered
+    ]
 
   def _sequences(self, rendered: Sequence[tuple[Any, list[_Turn]]], tally: Tally) -> list[np.ndarray]:
     """The sequences of a conversation that are not too long and have trained tokens."""

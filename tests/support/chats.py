@@ -27,7 +27,8 @@ TEMPLATES = {
   {%- set text = m.content.split('</think>')[-1].lstrip('\\n') %}
   {{- '<|im_start|>' + m.role + '\\n' }}
   {%- if m.role == 'assistant' and loop.last %}
-    {{- '<think>\\n' + (m.content.split('</think>')[0].split('<think>')[-1].strip('\\n') if '</think>' in m.content) }}
+    {%- set thought = m.content.split('</think>')[0].split('<think>')[-1] if '</think>' in m.content else '' %}
+    {{- '<think>\\n' + thought.strip('\\n') }}
     {{- '\\n</think>\\n\\n' }}
   {%- endif %}
   {{- (text if m.role == 'assistant' else m.content) + '<|im_end|>\\n' }}

@@ -1,6 +1,6 @@
 """`python -m trainer.tools.puzzles FOLDER`: writes conversations about small puzzles, to teach a small model to answer.
 
-Sums, days, months and letters, made by rule: FOLDER gets train.jsonl and eval.jsonl. The questions of eval.jsonl are
+Sums, days, months and words, made by rule: FOLDER gets train.jsonl and eval.jsonl. The questions of eval.jsonl are
 not in train.jsonl. With --score RUN_DIR[@STEP], or a Hugging Face folder, it asks a model the questions of eval.jsonl
 instead, and prints the share of exact answers.
 """
@@ -8,6 +8,7 @@ instead, and prints the share of exact answers.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import sys
@@ -23,28 +24,37 @@ from trainer.tools.ends import exit_code
 _HELD_OUT = 5  # one question of so many
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 _MONTHS = "January February March April May June July August September October November December".split()
-_WORDS = (
-  "apple bread chair dance eagle fruit grape horse image juice knife lemon money night ocean paper queen river stone "
-  "table uncle voice water youth zebra black brown clean dream earth field glass heart house light mouse north plant "
-  "radio sheep smile snake sugar tiger train truck wheel world angel beach cloud"
-).split()
+_LENGTHS = (31, 28, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31)
+_GROUPS = {
+  "an animal": "eagle horse mouse snake tiger zebra".split(),
+  "a fruit": "apple cherry grape lemon melon peach".split(),
+  "a colour": "black brown green purple white yellow".split(),
+  "a tool": "brush hammer ladder needle shovel spoon".split(),
+}
+_WORD_PUZZLES = 240  # of each kind
 _ROWS = 128  # questions that are asked at the same time
 
 
 def questions() -> Iterator[tuple[str, str, str]]:
-  """Yields (kind, question, answer) of every puzzle."""
-  for a in range(1, 21):
-    for b in range(1, 21):
-      yield "sum", f"What is {a} plus {b}?", str(a + b)
-  for names, what in ((_DAYS, "day"), (_MONTHS, "month")):
+  """Yields (kind, question, answer) of every puzzle. A fact is asked in several ways."""
+  for a, b in itertools.product(range(10), repeat=2):
+    for text in ("What is {} plus {}?", "Add {} and {}.", "{} + {} = ?"):
+      yield "sum", text.format(a, b), str(a + b)
+  for what, names in (("day", _DAYS), ("month", _MONTHS)):
     for i, name in enumerate(names):
-      for n in range(1, len(names)):
-        after, before = names[(i + n) % len(names)], names[(i - n) % len(names)]
-        yield what, f"Which {what} is {n} {what}{'s' * (n > 1)} after {name}?", after
-        yield what, f"Which {what} is {n} {what}{'s' * (n > 1)} before {name}?", before
-  for word in _WORDS:
-    for place, letter in zip(("first", "second", "third", "fourth", "last"), word):
-      yield "letter", f"What is the {place} letter of {word}?", letter
+      for word, other in (("after", names[(i + 1) % len(names)]), ("before", names[i - 1])):
+        for text in ("Which {} comes {} {}?", "Tell me the {} right {} {}.", "What {} is just {} {}?"):
+          yield what, text.format(what, word, name), other
+  for name, days in zip(_MONTHS, _LENGTHS):
+    for text in ("How many days has {}?", "How long is {}, in days?", "Count the days of {}."):
+      yield "length", text.format(name), str(days)
+  rng = random.Random(1)
+  for _ in range(_WORD_PUZZLES):
+    words = [rng.choice(group) for group in rng.sample(list(_GROUPS.values()), 3)]
+    place = rng.randrange(3)
+    yield "place", f"Which word is the {('first', 'second', 'last')[place]} one: {', '.join(words)}?", words[place]
+    group = next(name for name, members in _GROUPS.items() if words[place] in members)
+    yield "group", f"Which one is {group}: {', '.join(words)}?", words[place]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -69,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 def _write(folder: Path, count: int) -> None:
   """Writes both files. A conversation has one to three questions, and some have a system message."""
   rng = random.Random(0)
-  everything = list(questions())
+  everything = sorted(set(questions()))
   rng.shuffle(everything)
   held_out, taught = everything[::_HELD_OUT], [one for i, one in enumerate(everything) if i % _HELD_OUT]
   kinds = sorted({kind for kind, _, _ in taught})

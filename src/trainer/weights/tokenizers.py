@@ -71,7 +71,8 @@ def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
   """The tokenizer with the chat template in its folder. Raises ConfigError if there is none."""
   if not isinstance(tokenizer, BpeTokenizer):
     raise ConfigError(f"{folder}: the tokenizer of the model is {tokenizer.name}, which has no chat template.")
-  return ChatTokenizer(tokenizer, chat_template.of_folder(folder, tokenizer), "all", 1)
+  options = DataOptions(tokenizer_type="bpe", tokenizer_path=folder)
+  return ChatTokenizer(tokenizer, chat_template.find(options, tokenizer), options.train_on, options.max_target_length)
 
 
 def _of_export(source: Source) -> DataOptions:

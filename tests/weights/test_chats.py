@@ -49,7 +49,6 @@ def test_a_run_keeps_its_chat_template_talks_with_it_and_exports_it(tmp_path, mo
     assert generate.main([str(run), "--chat"]) == 0
   assert capsys.readouterr().out == "\u00e9\n\u00e9\n"
   assert asked == [chat.prompt(HELLO[:1]), chat.prompt(MORE)] and stops[0] == {0, 2, 7}
-  assert generate.main([str(run), "--chat", "--tokens", "4080"]) == 0  # at the end of the input at once
 
   export.export_run(str(run), str(exported), report=lambda line: None)
   theirs = transformers.AutoTokenizer.from_pretrained(exported)

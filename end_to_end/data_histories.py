@@ -2,10 +2,10 @@
 
   python -m end_to_end.data_histories [--count 1000]
 
-A history has 1 to 8 sources with weights that change, limits of epochs and bad records, slices that are lost and
-return, hosts that share the rows of each step, and resumes, also of resumes and at the same step. A resume may change
-the size of the batch, the weights, the sources (also one source alone, without a mixture), the packing, the length of
-an example and the seed. Some runs keep the order of examples of an older version.
+A history has 1 to 8 sources (one of them has conversations) with weights that change, limits of epochs and bad records,
+slices that are lost and return, hosts that share the rows of each step, and resumes, also of resumes and at the same
+step. A resume may change the size of the batch, the weights, the sources (also one source alone, without a mixture),
+the packing, the length of an example and the seed. Some runs keep the order of examples of an older version.
 
 The examples of each source must be those of the source alone, in its order: none is lost, and none is repeated before
 the next epoch of its source. Each share of a mixture has an error below one example since the last change. The cursor
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tests.support import chats
 
 from input_pipeline import order
 from input_pipeline.loader import Loader, make_loader
@@ -121,6 +122,12 @@ def write_sources(folder: Path) -> None:
     for place in range(bad):
       lines.insert(11 * place + 5, ('{"text": "cut', '{"text": [1, -1]}', '{"other": 1}')[place])
     (folder / f"{NAMES[number]}.jsonl").write_text("\n".join(lines))
+  # The last source has conversations of one to three answers: some must be cut at a turn, others are left out.
+  said = lambda n, turns: [{"role": role, "content": str(n)} for _ in range(turns) for role in ("user", "assistant")]
+  lines = [json.dumps({"text": said(n, 1 + n % 3)}) for n in range(DOCUMENTS[-1])]
+  lines[3:3], lines[9:9] = ['{"text": "cut'], ['{"text": [{"role": "tool", "content": "1"}]}']
+  (folder / f"{NAMES[-1]}.jsonl").write_text("\n".join(lines))
+  chats.write_tokenizer(folder, "{% for m in messages %}{{ m.content + '<|im_end|>' }}{% endfor %}")
 
 
 def configured(folder: Path, data: Data, allowed: str = "") -> Config:
@@ -132,7 +139,8 @@ def configured(folder: Path, data: Data, allowed: str = "") -> Config:
   section = DataSection(
     dataset_type="grain", grain_file_type="jsonl", packing=data.packing, max_target_length=data.length,
     grain_train_files=files, grain_train_mixture_config_path="" if data.alone else str(path),
-    data_shuffle_seed=data.seed, dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
+    tokenizer_type="bpe", tokenizer_path=str(folder), data_shuffle_seed=data.seed,
+    dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
   )  # fmt: skip
   base = Config()
   run = base.run.model_copy(update={"allow_config_change": allowed})
@@ -212,7 +220,7 @@ class Follower:
     weights = {name: max(pair for pair in self._weights[name] if pair[0] <= step)[1] for name in self._names}
     since = max(change for change in self._changes if change <= step)
     for content in contents:
-      name = NAMES[_first_token(content) // 100_000 - 1]
+      name = NAMES[_first_token(content) // 100_000 - 1]  # the ids of conversations are small: -1, the last source
       key, alone = self._key(name), self._alone(name)
       number = self._counts[key]
       assert content == _rows(alone, number, np.zeros(1, int))[0], f"step {step}: not example {number} of {name}"

@@ -1,12 +1,12 @@
 """Kills a real run at random moments (kill -9), resumes it with the same command, and checks that nothing changes.
 
-  JAX_PLATFORMS=cpu python -m end_to_end.kill_and_resume [--kills 30] [--per-run 10] [--seed 0]
+  JAX_PLATFORMS=cpu python -m end_to_end.kill_and_resume [--kills 30] [--per-run 10] [--seed 0] [--chats]
 
-A tiny model trains on text with a local (emergency) checkpoint after every step and a persistent one after every third
-step. The seed decides when each process is killed: during the start, a step, a save, a deletion or a local save, before
-a commit, or between the two tiers. After its share of kills, a run may finish. Then the loss and the gradient norm of
-every step, including repeated steps, and the final weights and optimizer state must be bit-identical to an undisturbed
-run. Exits with 1 if they are not.
+A tiny model trains on text, or on conversations, with a local (emergency) checkpoint after every step and a persistent
+one after every third step. The seed decides when each process is killed: during the start, a step, a save, a deletion
+or a local save, before a commit, or between the two tiers. After its share of kills, a run may finish. Then the loss
+and the gradient norm of every step, including repeated steps, and the final weights and optimizer state must be
+bit-identical to an undisturbed run. Exits with 1 if they are not.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.support import command
+from tests.support import chats, command
 from tests.support.command import Run
 
 STEPS, PERIOD = 180, 3
@@ -37,6 +37,18 @@ def make_run(folder: Path, name: str, start: command.Start = command.start, step
   """Returns a run of KEYS in folder/name."""
   ram = f"local_checkpoint_directory={folder / name / 'ram'}"
   return command.text_run(folder, name, [*KEYS, ram, f"steps={steps}"], start)
+
+
+def make_chat_run(folder: Path, name: str) -> Run:
+  """Returns a run like that of `make_run` that trains on conversations."""
+  path = folder / "chats.jsonl"
+  if not path.exists():
+    chats.write_jsonl(path, chats.conversations(400))
+    chats.write_tokenizer(folder / "tokenizer", chats.TEMPLATES["qwen3"])
+  keys = f"dataset_type=grain grain_file_type=jsonl grain_train_files={path} train_data_columns=messages vocab_size=300"
+  keys += f" tokenizer_type=bpe tokenizer_path={folder / 'tokenizer'} dataset_cache_directory={folder / 'tokens'}"
+  keys += f" jax_cache_dir={folder / 'compiled'} local_checkpoint_directory={folder / name / 'ram'} steps={STEPS}"
+  return Run(folder / name, [*keys.split(), *KEYS], command.start)
 
 
 def file_matches(root: Path, pattern: str) -> Moment:
@@ -120,13 +132,15 @@ def main() -> int:
   parser.add_argument("--kills", type=int, default=30, help="total number of kills")
   parser.add_argument("--per-run", type=int, default=10, help="kills per run, before it may finish")
   parser.add_argument("--seed", type=int, default=0)
+  parser.add_argument("--chats", action="store_true", help="train on conversations")
   arguments = parser.parse_args()
+  new = make_chat_run if arguments.chats else make_run
   logging.getLogger("absl").setLevel(logging.ERROR)  # Orbax warns when a part of a checkpoint is read
   failed, total = False, Counter[str]()
   with tempfile.TemporaryDirectory(prefix="kill-and-resume-") as name:
     folder = Path(name)
-    assert make_run(folder, "warm").finish() == 0  # writes tokens and compiled programs
-    undisturbed = make_run(folder, "undisturbed")
+    assert new(folder, "warm").finish() == 0  # writes tokens and compiled programs
+    undisturbed = new(folder, "undisturbed")
     begin = time.monotonic()
     process = undisturbed.start()
     command.wait_until(process, lambda: undisturbed.last_step >= 1)
@@ -135,7 +149,7 @@ def main() -> int:
     number = 0
     while (left := arguments.kills - total.total()) > 0:
       rng = random.Random(f"{arguments.seed}/{number}")
-      run = make_run(folder, f"killed-{number}")
+      run = new(folder, f"killed-{number}")
       hit = kill_then_finish(run, min(left, arguments.per_run), rng, startup)
       total += hit
       wrong = command.differences(run, undisturbed, STEPS)

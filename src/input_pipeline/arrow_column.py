@@ -1,4 +1,4 @@
-"""Documents in a column of Arrow data: strings, or lists of token ids. For Parquet and Hugging Face datasets."""
+"""Documents in a column of Arrow data, of Parquet and Hugging Face datasets: texts, token ids, or conversations."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline.documents import BadRecord, Document, Piece
+from input_pipeline import conversations
+from input_pipeline.documents import BadRecord, Conversation, Document, Piece
 from input_pipeline.errors import ConfigError
 
 
@@ -41,10 +42,12 @@ def _fields(types: Any, field: Any) -> list[Any]:
   return list(field.type) if types.is_struct(field.type) else []
 
 
-def documents(batch: Any, names: Sequence[str], place: str) -> Iterator[Document | BadRecord]:
-  """Yields the documents of a record batch, without nulls. names: of `find`. place: for messages.
+def documents(batch: Any, names: Sequence[str], place: str, first: int = 0) -> Iterator[Document | BadRecord]:
+  """Yields the documents of a record batch, without nulls. names: of `find`. place, first (number of the first row
+  there): for messages.
 
-  Raises ConfigError if they are neither texts nor lists of integers. A column of nulls may have any type.
+  Raises ConfigError if they are neither texts, lists of integers, nor lists of messages. A column of nulls may have any
+  type.
   """
   values = batch.column(names[0])
   for name in names[1:]:
@@ -58,16 +61,27 @@ def documents(batch: Any, names: Sequence[str], place: str) -> Iterator[Document
     yield from (text for text in values.to_pylist() if text is not None)
   elif _is_list(types, kind) and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):
     yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
+  elif _is_list(types, kind) and types.is_struct(kind.value_type):
+    for number, record in enumerate(values.to_pylist(), first):
+      if record is not None:
+        yield _conversation(record, f"row {number} of {place}")
   elif any(value.as_py() is not None for value in values):
     raise ConfigError(
-      f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, or of lists of "
-      "integers (token ids)."
+      f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, of lists of "
+      "integers (token ids), or of lists of messages with role and content."
     )
 
 
 def _is_list(types: Any, kind: Any) -> bool:
   of_plain = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
   return of_plain or types.is_list_view(kind) or types.is_large_list_view(kind)
+
+
+def _conversation(record: list[Any], place: str) -> Conversation | BadRecord:
+  try:
+    return conversations.parse(record)
+  except ValueError as error:
+    return BadRecord(f"{place}: {error}. Fix or remove it.")
 
 
 def _lists(types: Any, values: Any, token: Any, place: str) -> Iterator[np.ndarray | BadRecord]:

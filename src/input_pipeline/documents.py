@@ -20,8 +20,21 @@ from input_pipeline.errors import ConfigError
 
 _AROUND_CUT = 2**16  # bytes that are read to find the end of a line
 
-# A text, or the integer token ids [n] of a document that is tokenised already.
-Document: TypeAlias = str | np.ndarray
+
+@dataclass(frozen=True)
+class Conversation:
+  """Messages with role and content."""
+
+  messages: tuple[dict[str, str], ...]
+
+  def __len__(self) -> int:
+    """Characters, and one for each message: 0 only without messages."""
+    return sum(1 + len(message["content"]) for message in self.messages)
+
+
+# A text, the integer token ids [n] of a document that is tokenised already, or a conversation.
+Document: TypeAlias = str | np.ndarray | Conversation
+KINDS = {str: "text", np.ndarray: "token ids", Conversation: "conversations"}
 
 
 @dataclass(frozen=True)
@@ -91,7 +104,7 @@ class Documents:
   def valid(self, bad: BadRecords) -> Iterator[tuple[str, Document]]:
     """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.
 
-    Raises ConfigError if some documents are text and others are token ids, or there are too many bad records.
+    Raises ConfigError if the documents are of several kinds, or there are too many bad records.
     """
     kind: type | None = None
     for piece in self.pieces:
@@ -106,15 +119,14 @@ class Documents:
         kind = kind or type(document)
         if not isinstance(document, kind):
           raise ConfigError(
-            f"{place} is {'text' if isinstance(document, str) else 'token ids'}, and documents before it are not. "
-            "Give documents of one kind."
+            f"{place} is {KINDS[type(document)]}, and documents before it are not. Give documents of one kind."
           )
         yield place, document
 
-  def are_text(self, max_bad_records: int) -> bool:
-    """Whether the first document is text. Raises ConfigError if there is no document, or too many are bad before it."""
+  def kind(self, max_bad_records: int) -> str:
+    """Of KINDS, that of the first document. Raises ConfigError without a document, or if too many are bad before it."""
     for _, document in self.valid(BadRecords(max_bad_records)):
-      return isinstance(document, str)
+      return KINDS[type(document)]
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
 
 

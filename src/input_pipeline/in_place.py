@@ -55,7 +55,10 @@ class _Windows:
     window = self._decode(record)
     if not len(window.tokens):
       raise ValueError("it has no tokens. Remove empty records")
-    return window._replace(tokens=prepare.checked(window.tokens, self._vocab_size))
+    if self._decode != self._window:
+      return window._replace(tokens=prepare.checked(window.tokens, self._vocab_size))
+    prepare.checked(windows.ids(window), self._vocab_size)
+    return window
 
   def close(self) -> None:
     self._records.close()

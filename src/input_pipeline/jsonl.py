@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from input_pipeline import packages
+from input_pipeline import conversations, packages
 from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 from input_pipeline.errors import ConfigError
 
@@ -21,7 +21,7 @@ _ABSENT = object()
 
 
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
-  """Yields the field `column` of each line of a file: a text, or a list of token ids. Skips blank lines.
+  """Yields the field `column` of each line of a file: a text, token ids, or a conversation. Skips blank lines.
 
   A line without such a field is a bad record. Raises ConfigError with file and line if the file cannot be read.
   """
@@ -41,8 +41,11 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
     return value(line, column)
   except ValueError as error:
     number += line_number(piece.path, piece.start) - 1 if piece.start else 0
-    remedy = f'Every line must be like {{"{column}": "..."}} or {{"{column}": [1, 2, 3]}}. Set train_data_columns'
-    return BadRecord(f"{piece.path}:{number}: {error}. {remedy} to the name of the field.")
+    remedy = f'Every line must be like {{"{column}": "..."}}, {{"{column}": [1, 2, 3]}} or'
+    remedy += (
+      f' {{"{column}": [{{"role": "user", "content": "..."}}]}}. Set train_data_columns to the name of the field.'
+    )
+    return BadRecord(f"{piece.path}:{number}: {error}. {remedy}")
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
@@ -63,7 +66,8 @@ def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
 
 
 def value(line: bytes, column: str) -> Document:
-  """The text, or the token ids as int64, in the field `column` of a line of JSON, or in nested fields (`meta.text`).
+  """The text, the token ids as int64, or the conversation in the field `column` of a line of JSON, or in nested fields
+  (`meta.text`).
 
   A null is an empty text. Raises ValueError if there is no such field, or it has another type.
   """
@@ -78,7 +82,9 @@ def value(line: bytes, column: str) -> Document:
     return found
   if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
     return np.array(found, np.int64)
-  raise ValueError(f'no field "{column}" with a string or a list of integers')
+  if isinstance(found, list) and any(isinstance(part, dict) for part in found):
+    return conversations.parse(found)
+  raise ValueError(f'no field "{column}" with a string, a list of integers or a list of messages')
 
 
 def _field(record: Any, column: str) -> Any:

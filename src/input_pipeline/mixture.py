@@ -11,6 +11,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 from input_pipeline.batch import Example
+from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.schedule import Schedule, shares
 from input_pipeline.source import Source
 
@@ -62,7 +63,8 @@ class MixtureSource(Source):
     self._changes = sorted({step for member in members for step, _ in member.weights})  # the first is 0
     self._steps = Steps(batch, 0)
     self.name = f"mixture of {'; '.join(self._proportions(step) for step in self._changes)}"
-    self.tokenizer = next((m.source.tokenizer for m in members if m.source.tokenizer), None)
+    tokenizers = [m.source.tokenizer for m in members if m.source.tokenizer]
+    self.tokenizer = next((t for t in tokenizers if isinstance(t, ChatTokenizer)), next(iter(tokenizers), None))
     self.bad_records = sum(member.source.bad_records for member in members)
     self._identify()
     self._begin(0, [0] * len(members))

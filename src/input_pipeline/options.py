@@ -48,7 +48,13 @@ class DataOptions(BaseModel):
   train_data_columns: str = "text"
   """Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and
   evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay
-  as they are."""
+  as they are. Lists of messages with role and content (JSONL, Parquet, hf) are conversations."""
+  train_on: Literal["assistant", "all"] = "assistant"
+  """Of conversations. assistant: only what the assistant says has weight 1 in the loss, with the token that ends its
+  turn. all: every token."""
+  chat_template_path: str = ""
+  """Of conversations: a file with a Jinja template, a folder that has one, or chatml. Empty: the template beside
+  tokenizer_path (chat_template.jinja, or chat_template in tokenizer_config.json)."""
   train_split: str = "train"
   """dataset_type=tfds or hf: name of the split to train on."""
   eval_split: str = ""
@@ -61,7 +67,8 @@ class DataOptions(BaseModel):
   packing: Literal["split", "best_fit", "none"] = "split"
   """How documents become examples. split: all joined into one stream, which is cut every max_target_length tokens.
   best_fit: whole documents, together where they fit; only documents longer than max_target_length are cut. none: one
-  document per example, cut at max_target_length. Documents never attend to each other."""
+  document per example, cut at max_target_length. Documents never attend to each other. Conversations are never cut
+  inside a turn: split does the same as best_fit for them."""
   max_bad_records: int = Field(0, ge=0, le=2**31 - 1)
   """Records of a source, in training and in evaluation, that may be skipped because they are damaged or have no
   document. Each is logged. With records that are read in place, a value above 0 reads all of them once at the first

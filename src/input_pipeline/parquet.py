@@ -38,7 +38,7 @@ def _documents(arrow: Any, file: Any, group: int, piece: Piece, names: list[str]
   rows = 0
   try:
     for batch in file.iter_batches(batch_size=_ROWS, columns=[".".join(names)], row_groups=[group]):
-      yield from arrow_column.documents(batch, names, f"row group {group} of {piece.path}")
+      yield from arrow_column.documents(batch, names, f"row group {group} of {piece.path}", rows)
       rows += len(batch)
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
     yield BadRecord(

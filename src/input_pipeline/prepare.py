@@ -6,14 +6,15 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from input_pipeline import best_fit, cache, store, windows
-from input_pipeline.documents import BadRecord, BadRecords, Document, Documents
+from input_pipeline import best_fit, cache, conversations, store, windows
+from input_pipeline.conversations import ChatTokenizer
+from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.progress import tell
 from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
@@ -46,7 +47,7 @@ def build(
   `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
   Raises ConfigError if a document cannot be read or has other tokens.
   """
-  dtype = "<u2" if vocab_size <= 2**16 else "<u4"
+  dtype = "<i4" if isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
   if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
     tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}
@@ -58,7 +59,7 @@ def build(
     bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
     lost = Lost()
     some = _reported(groups(documents, _GROUP, bad), documents.name)
-    cut = PACKINGS[packing](token_groups(some, tokenizer, vocab_size, bad, lost), length)
+    cut = packed(packing, tokenizer)(token_groups(some, tokenizer, vocab_size, bad, lost), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
@@ -66,6 +67,8 @@ def build(
       known[split]["bad"] = {"records": bad.count, "messages": bad.messages}
     if str(lost):
       known[split]["lost"] = str(lost)
+    if isinstance(tokenizer, ChatTokenizer):
+      known[split]["chats"] = list(lost.chats.lines())
   meta = {
     "format": FORMAT,
     "key": key,
@@ -80,10 +83,20 @@ def build(
   (folder / META).write_text(json.dumps(meta, indent=2))
 
 
+def packed(
+  packing: str, tokenizer: Tokenizer | None
+) -> Callable[[Iterable[Sequence[np.ndarray]], int], Iterator[windows.Window]]:
+  """The function that packs documents. Conversations are never cut, so packing=split packs whole ones."""
+  is_chat = isinstance(tokenizer, ChatTokenizer) and packing == "split"
+  return PACKINGS["best_fit" if is_chat else packing]
+
+
 class Lost:
-  """How much of the texts the tokenizer cannot represent. As a string: a sentence, or nothing."""
+  """How much of the texts the tokenizer cannot represent. As a string: a sentence, or nothing. chats: what became of
+  conversations."""
 
   def __init__(self) -> None:
+    self.chats = conversations.Tally()
     self._tokens = self._characters = self._unknown = self._missing = 0
 
   def add(self, tokenizer: Tokenizer, text: str, ids: np.ndarray) -> None:
@@ -108,13 +121,17 @@ def token_groups(
 
   A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. Texts that the
   tokenizer cannot represent at all, and documents of tokens that are not below `vocab_size`, are added to `bad`, which
-  may raise ConfigError. `lost` counts what the tokenizer cannot represent.
+  may raise ConfigError. `lost` counts what the tokenizer cannot represent. Conversations: see `ChatTokenizer`.
   """
+  lost = lost or Lost()
   for group in groups:
+    if isinstance(tokenizer, ChatTokenizer):
+      yield list(_of_conversations(group, tokenizer, bad, lost.chats))
+      continue
     if tokenizer is not None:
       begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
       head, end = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
-      yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost or Lost())]
+      yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost)]
       continue
     finished = []
     for place, ids in group:
@@ -143,6 +160,18 @@ def _ids_of_texts(group: Group, tokenizer: Tokenizer, bad: BadRecords, lost: Los
     else:
       lost.add(tokenizer, text, ids)
       yield ids
+
+
+def _of_conversations(
+  group: Group, tokenizer: ChatTokenizer, bad: BadRecords, tally: conversations.Tally
+) -> Iterator[np.ndarray]:
+  """Yields the sequences of the conversations of a group."""
+  chats = [document for _, document in group if isinstance(document, Conversation)]
+  for (place, _), found in zip(group, tokenizer.encode_conversations(chats, tally), strict=True):
+    if isinstance(found, ValueError):
+      bad.add(BadRecord(f"{place}: {found}. Fix or remove it, or set chat_template_path."))
+    else:
+      yield from found
 
 
 def _alone(tokenizer: Tokenizer, text: str) -> np.ndarray | ConfigError:
@@ -209,7 +238,7 @@ def _counted(cut: Iterable[windows.Window], counts: np.ndarray) -> Iterator[wind
   targets: list[np.ndarray] = []
   size = 0
   for window in cut:
-    targets.append(np.delete(window.tokens[1:], window.starts - 1))
+    targets.append(windows.targets(window))
     size += len(window.tokens)
     if size >= _GROUP:
       counts += np.bincount(np.concatenate(targets), minlength=len(counts))

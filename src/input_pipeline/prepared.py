@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from input_pipeline import cache, prepare, store, windows, workers
+from input_pipeline import cache, chat_template, prepare, store, windows, workers
 from input_pipeline.batch import Example, empty_example
+from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.documents import BadRecords, Documents
 from input_pipeline.errors import ConfigError
 from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
 from input_pipeline.source import Source
-from input_pipeline.tokenizer import ByteTokenizer, Tokenizer, load_bpe, train_bpe
+from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 
 if TYPE_CHECKING:
   from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here
@@ -89,9 +90,12 @@ def check(cfg: DataOptions, splits: Mapping[str, Documents], vocab_size: int, ca
   A check of seconds, before devices are used: a missing package, a wrong column or type, a tokenizer with more ids than
   `vocab_size`. `splits`: {} for text, whose files have been checked with the configuration.
   """
-  are_text = [_are_text(cfg, documents, documents.digest(), call) for documents in splits.values()]
-  if cfg.dataset_type == "text" or any(are_text):
-    _require_fit(_given_tokenizer(cfg), vocab_size)
+  kinds = {_kind(cfg, documents, documents.digest(), call) for documents in splits.values()}
+  if cfg.dataset_type == "text" or kinds - {"token ids"}:
+    tokenizer = _given_tokenizer(cfg)
+    _require_fit(tokenizer, vocab_size)
+    if "conversations" in kinds:
+      _chat_tokenizer(cfg, tokenizer)
 
 
 def open_source(
@@ -118,6 +122,8 @@ def open_source(
   known = json.loads((folder / prepare.META).read_text())["splits"].get(split, {"targets": 0, "windows": 0})
   if "lost" in known:
     log(f"warning: {splits[split].name}: {known['lost']}")
+  for line in known.get("chats", ()):
+    log(f"{splits[split].name}: {line}")
   if "bad" in known:
     require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])
@@ -220,31 +226,49 @@ def tokenizer_of(
 
   Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
   """
-  are_text = {split: _are_text(cfg, documents, digests[split], call) for split, documents in splits.items()}
-  if len(set(are_text.values())) > 1:
-    kinds = ", ".join(f"{split}: {'text' if text else 'token ids'}" for split, text in are_text.items())
-    raise ConfigError(f"The splits of a dataset must have the same kind of documents ({kinds}). Give other files.")
+  kinds = {split: _kind(cfg, documents, digests[split], call) for split, documents in splits.items()}
+  if len(set(kinds.values())) > 1:
+    found = ", ".join(f"{split}: {kind}" for split, kind in kinds.items())
+    raise ConfigError(f"The splits of a dataset must have the same kind of documents ({found}). Give other files.")
   first = next(iter(splits))
-  if not are_text[first]:
+  if kinds[first] == "token ids":
     return None
-  tokenizer = given or _tokenizer(cfg, vocab_size, splits[first], digests[first], log, call)
+  base = given.base if isinstance(given, ChatTokenizer) else given
+  if kinds[first] == "conversations":
+    tokenizer = given if base is not given else _chat_tokenizer(cfg, base or _given_tokenizer(cfg))
+  else:
+    tokenizer = base or _tokenizer(cfg, vocab_size, splits[first], digests[first], log, call)
   _require_fit(tokenizer, vocab_size)
   return tokenizer
 
 
-def _are_text(cfg: DataOptions, documents: Documents, digest: str, call: workers.Call) -> bool:
-  """Whether the documents are text and not token ids.
+def _chat_tokenizer(cfg: DataOptions, tokenizer: Tokenizer | None) -> ChatTokenizer:
+  """The tokenizer of conversations. Raises ConfigError if it has no file or no chat template."""
+  if not isinstance(tokenizer, BpeTokenizer):
+    raise ConfigError(
+      f"tokenizer_type={cfg.tokenizer_type}: conversations need a tokenizer whose special tokens end a turn.\n"
+      "Set tokenizer_type=bpe and tokenizer_path, or load_parameters_path to a model that has one."
+    )
+  chat = ChatTokenizer(tokenizer, chat_template.find(cfg, tokenizer), cfg.train_on, cfg.max_target_length)
+  if chat.turn_end() is None and cfg.train_on == "assistant":
+    tell("warning: the chat template ends the assistant's turn with no special token, so the model cannot say its end.")
+  return chat
+
+
+def _kind(cfg: DataOptions, documents: Documents, digest: str, call: workers.Call) -> str:
+  """What the documents are, of `documents.KINDS`.
 
   The cache remembers it, because reading even one document may load a large library.
   """
   if cfg.dataset_type == "text":
-    return True
+    return "text"
 
-  def read() -> dict[str, bool]:
-    return {"text": call(partial(documents.are_text, cfg.max_bad_records), f"it read {documents.name}")}
+  def read() -> dict[str, str]:
+    return {"kind": call(partial(documents.kind, cfg.max_bad_records), f"it read {documents.name}")}
 
   name = f"kind-{digest[:32]}"
-  return cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)["text"]
+  found = cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)
+  return found.get("kind") or ("text" if found["text"] else "token ids")  # older versions wrote {"text": true or false}
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -130,15 +130,15 @@ class BpeTokenizer:
 
   def encode(self, text: str) -> list[int]:
     with _naming_failures():
-      return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+      return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     is_long = [len(text) > _LONG for text in texts]
-    short = [_encodable(text) for text, long in zip(texts, is_long) if not long]
+    short = [encodable(text) for text, long in zip(texts, is_long) if not long]
     with _naming_failures():
       encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
       return [
-        long_text.encode(self._tokenizer, _encodable(text)) if long else np.array(next(encoded).ids, np.int32)
+        long_text.encode(self._tokenizer, encodable(text)) if long else np.array(next(encoded).ids, np.int32)
         for text, long in zip(texts, is_long)
       ]
 
@@ -175,13 +175,21 @@ class BpeTokenizer:
     known = [int(token) for token in ids if 0 <= token < self.vocab_size]
     return self._tokenizer.decode(known, skip_special_tokens=not specials)
 
+  def special_tokens(self) -> dict[str, int]:
+    """The ids of the special tokens by their names."""
+    added = sorted(self._tokenizer.get_added_tokens_decoder().items())
+    return {token.content: id for id, token in added if token.special}
+
+  def token_names(self) -> dict[str, str]:
+    """The names of bos_token, if there is one, and eos_token."""
+    return {key: token[0] for key, token in ends(self).items() if token}
+
   def _token(self, key: str, given: str, in_template: Sequence[str], names: Sequence[str]) -> int | None:
     """The id of the token `given`, else of the template's token, else of the first special token of the `names`.
 
     Raises ValueError if the token is not special, or a text may contain it.
     """
-    added = sorted(self._tokenizer.get_added_tokens_decoder().items())
-    special = {token.content: id for id, token in added if token.special}
+    special = self.special_tokens()
     some = ", ".join(list(special)[:8]) or "it has none, so add one to the file"
     remedy = f"Set {key} to one of its special tokens: {some}"
     if len(in_template) > 1 and not given:
@@ -273,7 +281,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator((_encodable(text) for text in texts), trainer)
+  tokenizer.train_from_iterator((encodable(text) for text in texts), trainer)
   return tokenizer.to_str()
 
 
@@ -296,6 +304,6 @@ def _read(path: str) -> bytes:
   raise FileNotFoundError("there is no such file")
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
   """`text` with '?' instead of lone surrogates, which JSON can contain and the library refuses."""
   return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -17,7 +17,7 @@ from input_pipeline.batch import Example
 class Window(NamedTuple):
   """Parts of documents: n + 1 tokens, 1 <= n <= T."""
 
-  tokens: np.ndarray  # [n + 1] int32
+  tokens: np.ndarray  # [n + 1] int32: the id, or ~id where it does not count in the loss
   starts: np.ndarray  # [boundaries] int64: offsets in 1..n at which a document begins, ascending
 
 
@@ -51,9 +51,8 @@ def example(window: Window, length: int) -> Example:
   tokens, targets, segment_ids, positions = np.zeros((4, length), np.int32)
   weights = np.zeros(length, np.float32)
   n = len(window.tokens) - 1
-  tokens[:n] = window.tokens[:-1]
-  targets[:n] = window.tokens[1:]
-  weights[:n] = 1
+  tokens[:n], targets[:n] = ids(window)[:-1], ids(window)[1:]
+  weights[:n] = window.tokens[1:] >= 0
   weights[window.starts - 1] = 0
   begins = window.starts[window.starts < n]
   segment_ids[begins] = 1
@@ -62,6 +61,17 @@ def example(window: Window, length: int) -> Example:
   positions[begins] = begins
   positions[:n] = index - np.maximum.accumulate(positions[:n])
   return Example(tokens, targets, weights, positions, segment_ids)
+
+
+def ids(window: Window) -> np.ndarray:
+  """The ids of the tokens [n + 1], int32."""
+  return np.maximum(window.tokens, ~window.tokens)
+
+
+def targets(window: Window) -> np.ndarray:
+  """The ids of the targets that count in the loss."""
+  found = np.delete(window.tokens[1:], window.starts - 1)
+  return found[found >= 0]
 
 
 def pack(window: Window, dtype: np.dtype) -> bytes:

@@ -247,7 +247,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
     ("jsonl empty file", "data is an empty file"),
     ("jsonl empty documents", "has no documents"),
     ("jsonl garbage", r"data:1: .*Every line must be like \{\"body\""),
-    ("jsonl other column", r'data.jsonl:1: no field "text" with a string or a list of integers'),
+    ("jsonl other column", r'data.jsonl:1: no field "text" with a string, a list of integers or a list'),
     ("jsonl cut off", r"data.jsonl.gz cannot be read after line \d+ \(Compressed file ended"),
     (
       "jsonl too large",

@@ -39,6 +39,8 @@ JUDGED_BY = {
   "grain_file_type": "data",
   "train_data_columns": "data",
   "train_split": "data",
+  "train_on": "data",
+  "chat_template_path": "data",
   "max_bad_records": "data",
   "eval_split": "data",
   "tokenizer_path": "data",

@@ -1,6 +1,7 @@
 """`python -m trainer.tools.generate RUN_DIR[@STEP] "PROMPT"`: continues a text with a trained model.
 
-Also reads a Hugging Face folder. --prompts FILE continues every line of a file, all at the same time.
+Also reads a Hugging Face folder. --prompts FILE continues every line of a file, all at the same time. --chat talks with
+a model that was trained on conversations: it answers every line of the standard input, and remembers the lines before.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("model", metavar="RUN_DIR[@STEP]")
   parser.add_argument("prompt", nargs="?", metavar="PROMPT")
   parser.add_argument("--prompts", metavar="FILE", type=os.path.expanduser, help="a prompt in every line")
+  parser.add_argument("--chat", action="store_true", help="answer every line of the input; /exit, or its end, ends")
   parser.add_argument("--tokens", type=whole(1), default=128, help="the most new tokens of a text (default: 128)")
   parser.add_argument(
     "--temperature", type=real(0, 100), default=0.7, help="0: always the most likely token (default: 0.7)"
@@ -35,19 +37,23 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--seed", type=whole(-(2**31), 2**32 - 1), default=0)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
   arguments = parser.parse_intermixed_args(argv)
-  if (arguments.prompt is None) == (arguments.prompts is None):
-    parser.error("give a PROMPT or --prompts FILE")
+  if (arguments.prompt is not None) + (arguments.prompts is not None) + arguments.chat != 1:
+    parser.error("give a PROMPT, --prompts FILE or --chat")
 
   if 0 < arguments.temperature < 1e-4:  # trainer.Sampling refuses it too, after the weights are loaded
     parser.error(f"--temperature {arguments.temperature:g} must be 0, for the most likely token, or at least 0.0001")
 
   def write() -> None:
+    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if arguments.chat:
+      cluster.check_environment()
+      _talk(trainer.Model.from_run(arguments.model, arguments.dtype), arguments.tokens, sampling)
+      return
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
     if not prompts:
       raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
     cluster.check_environment()
     model = trainer.Model.from_run(arguments.model, arguments.dtype)
-    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
     _write(model, prompts, arguments.tokens, sampling)
 
   return exit_code(write, OSError, UnicodeDecodeError)
@@ -75,6 +81,42 @@ def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: 
   if len(times) > 3:  # the second step is compiled before the second token
     speed = (sum(map(len, rows)) - 2 * len(rows)) / max(times[-1] - times[2], 1e-9)
     print(f"first token after {times[1] - times[0]:.2f} s, then {speed:.1f} tokens/s", file=sys.stderr)
+
+
+def _talk(model: trainer.Model, tokens: int, sampling: trainer.Sampling) -> None:
+  """Answers the lines of the standard input until /exit or its end. Forgets the first messages if they are too many."""
+  model, chat = model.for_chats()
+  limit = model.functions.cfg.max_position_embeddings - tokens
+  messages: list[dict[str, str]] = []
+  while (line := _line()) is not None:
+    messages.append({"role": "user", "content": line})
+    try:
+      while len(prompt := chat.prompt(messages)) > limit and len(messages) > 2:
+        del messages[:2]
+        print("The conversation is too long for the model, which forgets its beginning.", file=sys.stderr)
+    except ValueError as error:
+      raise trainer.ConfigError(str(error)) from error
+    answer, shown = list[int](), ""
+    for (id,) in model.stream([prompt], tokens, sampling):
+      answer.extend(() if id is None else (id,))
+      text = chat.decode(answer)
+      if not text.endswith("\ufffd"):  # a character may need more tokens
+        print(text[len(shown) :], end="", flush=True)
+        shown = text
+    text = chat.decode(answer)
+    print(text[len(shown) :], flush=True)
+    messages.append({"role": "assistant", "content": text})
+
+
+def _line() -> str | None:
+  """The next line of the input that is not blank; None at its end, or for /exit."""
+  while True:
+    try:
+      line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+      return None
+    if line:
+      return None if line == "/exit" else line
 
 
 if __name__ == "__main__":

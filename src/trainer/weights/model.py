@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from input_pipeline import tokenizer as tokenizer_lib
+from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.errors import shorten
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
@@ -26,13 +27,15 @@ from trainer.weights.sources import Source
 
 @dataclass(frozen=True)
 class Model:
-  """A model on one device. stop: the ids that end a text. longest: tokens of the texts that it was made for."""
+  """A model on one device. stop: the ids that end a text. longest: tokens of the texts that it was made for.
+  tokenizer_folder: with the files of the tokenizer, and a chat template if the model can talk."""
 
   functions: DecoderFunctions
   params: Params
   tokenizer: Tokenizer
   stop: frozenset[int]
   longest: int
+  tokenizer_folder: str
 
   @classmethod
   def from_run(cls, place: str, dtype: str = "") -> Model:
@@ -65,13 +68,23 @@ class Model:
     ids that end a text.
     """
     functions, params = on_device(cfg, load, device)
-    return cls(functions, params, tokenizer, tokenizers.stop_ids(tokenizer_folder, tokenizer), longest)
+    stop = tokenizers.stop_ids(tokenizer_folder, tokenizer)
+    return cls(functions, params, tokenizer, stop, longest, tokenizer_folder)
 
   def encode(self, text: str) -> list[int]:
     """The ids of the beginning of a document. Raises ConfigError if the tokenizer has no token for the text."""
     if text.strip() and not self.tokenizer.encode(text):
       raise ConfigError(f"{shorten(text)!r}: the tokenizer of the model has no token for it. Give another text.")
     return tokenizer_lib.prompt(self.tokenizer, text)
+
+  def for_chats(self) -> tuple[Model, ChatTokenizer]:
+    """The model that also stops where the assistant's turn ends, and what makes prompts of messages.
+
+    Raises ConfigError if the model has no chat template.
+    """
+    chat = tokenizers.of_chats(self.tokenizer_folder, self.tokenizer)
+    end = chat.turn_end()
+    return replace(self, stop=self.stop | ({end} if end is not None else set())), chat
 
   def logits(self, ids: Sequence[int]) -> np.ndarray:
     """The logits [T, V], float32, after each of the T ids."""

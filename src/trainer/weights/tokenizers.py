@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
+from input_pipeline import chat_template
+from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
 from trainer.checkpoint import run_id
@@ -13,6 +16,8 @@ from trainer.observe import files
 from trainer.run.plugins import Plugin
 from trainer.weights import sources
 from trainer.weights.sources import Source
+
+_TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
 
 class KeepTokenizer(Plugin):
@@ -28,15 +33,36 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
   The other files of the source's tokenizer, such as its chat template, are kept if the run uses the same tokenizer.
   """
   target = f"{run_directory}/{sources.TOKENIZER}"
-  if not isinstance(tokenizer, BpeTokenizer) or (run_id.folder(target) / "tokenizer.json").exists():
+  if not isinstance(tokenizer, BpeTokenizer) or (run_id.folder(target) / _TOKENIZER).exists():
     return
+  kept: dict[str, str | bytes] = {}
   if source:
     folder = run_id.folder(sources.split(source)[0])
     theirs = folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
-    if (theirs / "tokenizer.json").exists() and (theirs / "tokenizer.json").read_text() == tokenizer.json_text:
-      sources.copy_tokenizer(theirs, run_id.folder(target))
-      return
-  files.write_text(target, "tokenizer.json", tokenizer.json_text)
+    if (theirs / _TOKENIZER).exists() and (theirs / _TOKENIZER).read_text() == tokenizer.json_text:
+      kept = {name: (theirs / name).read_bytes() for name in sources.TOKENIZER_FILES if (theirs / name).exists()}
+  if isinstance(tokenizer, ChatTokenizer):
+    kept |= _of_chats(tokenizer, kept)
+  kept[_TOKENIZER] = tokenizer.json_text
+  for name in sources.TOKENIZER_FILES:
+    if name in kept:
+      files.write_bytes(target, name, content if isinstance(content := kept[name], bytes) else content.encode())
+
+
+def _of_chats(tokenizer: ChatTokenizer, kept: Mapping[str, str | bytes]) -> dict[str, str]:
+  """The files that let a model talk: the template, the tokens that it names, and the token that ends a turn.
+
+  kept: files of the model that the run continues.
+  """
+  read = lambda name: json.loads(kept.get(name, "{}"))
+  config = {"tokenizer_class": "PreTrainedTokenizerFast"} | tokenizer.template.names | read(_CONFIG)
+  config.pop("chat_template", None)
+  generation, end = read(sources.GENERATION), tokenizer.turn_end()
+  stops = [id for id in (end, *named_stop_ids(generation)) if id is not None]
+  files = {_TEMPLATE: tokenizer.template.text, _CONFIG: json.dumps(config, indent=2)}
+  if stops:
+    files[sources.GENERATION] = json.dumps(generation | {"eos_token_id": list(dict.fromkeys(stops))}, indent=2)
+  return files
 
 
 def of_source(source: Source) -> Tokenizer:
@@ -47,6 +73,14 @@ def of_source(source: Source) -> Tokenizer:
   if source.data is not None and cfg.tokenizer_type == "byte":
     return ByteTokenizer()
   raise ConfigError(f"{source.where}: {file} is missing. Copy the tokenizer of the model there.")
+
+
+def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
+  """The tokenizer with the chat template in its folder. Raises ConfigError if there is none."""
+  if not isinstance(tokenizer, BpeTokenizer):
+    raise ConfigError(f"{folder}: the tokenizer of the model is {tokenizer.name}, which has no chat template.")
+  options = DataOptions(tokenizer_type="bpe", tokenizer_path=folder)
+  return ChatTokenizer(tokenizer, chat_template.find(options, tokenizer), options.train_on, options.max_target_length)
 
 
 def _of_export(source: Source) -> DataOptions:

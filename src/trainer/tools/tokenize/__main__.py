@@ -8,6 +8,11 @@ and the counts. The last line of the output has the keys to train with.
 --records=windows: a record is an example of max_target_length tokens, packed with the key `packing`. It is read in
 place: nothing is prepared or copied.
 
+Conversations need --records=windows: their windows also have what the model is trained to say.
+
+--preview=N writes nothing. It prints the first N documents as the model gets them, with the trained tokens in colour,
+or in [[ ]] if the output is no terminal.
+
 The work is done in parts of --part-megabytes of input, one output file each, by --processes processes. After a kill at
 any moment, the same command continues. The output does not depend on kills or on the number of processes.
 
@@ -31,13 +36,19 @@ def main(argv: list[str] | None = None) -> int:
     prog="python -m trainer.tools.tokenize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
   )
   parser.add_argument("arguments", nargs="+", metavar="CONFIG.yml key=value", help="as for python -m trainer")
-  parser.add_argument("--output", required=True, metavar="FOLDER", help="local folder, new or of the same command")
+  parser.add_argument("--output", metavar="FOLDER", help="local folder, new or of the same command")
+  parser.add_argument("--preview", type=_at_least_one, metavar="N", help="print the first N documents")
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
   parser.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
   parser.add_argument("--part-megabytes", type=_megabytes, default=128.0, help="input of an output file (default: 128)")
   options = parser.parse_intermixed_args(argv)
+  if (options.output is None) == (options.preview is None):
+    parser.error("give --output FOLDER or --preview N")
   try:
     config = load(options.arguments)
+    if options.preview:
+      run.preview(config, options.preview)
+      return 0
     run.run(config, options.output, options.records, options.processes, round(options.part_megabytes * 1e6))
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)

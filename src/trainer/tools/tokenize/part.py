@@ -125,9 +125,9 @@ def _counted(
 def _records(job: Job, groups: Iterable[Sequence[np.ndarray]], counts: dict[str, int]) -> Iterator[bytes]:
   """Yields the records, and counts them and the targets that a loss would count."""
   if job.records == "windows":
-    for window in prepare.PACKINGS[job.packing](groups, job.length):
+    for window in prepare.packed(job.packing, job.tokenizer)(groups, job.length):
       counts["records"] += 1
-      counts["targets"] += len(window.tokens) - 1 - len(window.starts)
+      counts["targets"] += len(windows.targets(window))
       yield windows.pack(window, in_place.DTYPE)
     return
   dtype = "<u2" if job.file_type == "arrayrecord_uint16" else "<i4"

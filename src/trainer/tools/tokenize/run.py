@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import datasets, describe, prepared
-from input_pipeline.documents import Documents, Piece
+from input_pipeline import datasets, describe, prepare, prepared
+from input_pipeline.conversations import ChatTokenizer, marked
+from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
+from input_pipeline.tokenizer import Tokenizer
 from input_pipeline.workers import Workers, here
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
@@ -19,6 +23,8 @@ from trainer.tools.tokenize.output import Output, Part
 from trainer.tools.tokenize.part import Job
 from trainer.tools.tokenize.progress import Progress
 
+_PREVIEWED = 20_000  # characters that are tokenised at a time
+
 
 def run(config: Config, output: str, records: str, processes: int, part_bytes: int) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
@@ -26,24 +32,21 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
   Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
   """
   data, vocab_size = config.data, config.model.vocab_size
-  if data.dataset_type == "synthetic" or data.grain_train_mixture_config_path:
-    raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
   if "://" in output:
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
-  check([data], vocab_size)
-  splits = datasets.find(data)
-  for documents in splits.values():
-    if documents.left_out:
-      print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
-  digests = prepared.digests_of(splits)
-  tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
+  splits, digests, tokenizer = _opened(config)
+  if isinstance(tokenizer, ChatTokenizer) and records != "windows":
+    raise ConfigError(
+      f"--records={records}: a record of token ids does not say which tokens of a conversation are trained. "
+      "Use --records=windows."
+    )
   parts = [
     Part(split, number, tuple(pieces))
     for split, documents in splits.items()
     for number, pieces in enumerate(cut(documents, part_bytes))
   ]
   job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
-  for line in describe.documents(job.description()):
+  for line in [] if isinstance(tokenizer, ChatTokenizer) else describe.documents(job.description()):
     print(line, flush=True)
   folder = Output(Path(os.path.abspath(os.path.expanduser(output))), parts)
   with folder.locked():
@@ -58,6 +61,35 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
   for split, total in totals.items():
     print(f"{split}: {total['documents']:,} documents, {total['tokens']:,} tokens in {total['records']:,} records")
   print(f"Train with {' '.join(_keys(folder.folder, job, splits))}")
+
+
+def preview(config: Config, count: int) -> None:
+  """Prints the first documents for training as the model gets them. Raises ConfigError for wrong input."""
+  splits, _, tokenizer = _opened(config)
+  if tokenizer is None:
+    raise ConfigError("The documents are token ids. --preview shows documents that this tool tokenises.")
+  marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
+  bad, lost = BadRecords(config.data.max_bad_records, print), prepare.Lost()
+  some = itertools.chain.from_iterable(
+    prepare.token_groups(prepare.groups(splits["train"], _PREVIEWED, bad), tokenizer, tokenizer.vocab_size, bad, lost)
+  )
+  for number, ids in enumerate(itertools.islice(some, count), 1):
+    print(f"--- {number}: {len(ids):,} tokens, {int((ids[1:] >= 0).sum()):,} trained ---")
+    print(marked(tokenizer, ids, *marks))
+
+
+def _opened(config: Config) -> tuple[dict[str, Documents], dict[str, str], Tokenizer | None]:
+  """The documents of each split, their identities, and their tokenizer. Raises ConfigError."""
+  data, vocab_size = config.data, config.model.vocab_size
+  if data.dataset_type == "synthetic" or data.grain_train_mixture_config_path:
+    raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
+  check([data], vocab_size)
+  splits = datasets.find(data)
+  for documents in splits.values():
+    if documents.left_out:
+      print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
+  digests = prepared.digests_of(splits)
+  return splits, digests, prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
 
 
 def _write(job: Job, folder: Output, left: Sequence[Part], processes: int) -> None:

@@ -1,0 +1,169 @@
+"""Chat templates: the text of a conversation, rendered as transformers renders it."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from input_pipeline import remote
+from input_pipeline.errors import ConfigError, shorten
+
+if TYPE_CHECKING:
+  from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here
+  from input_pipeline.tokenizer import BpeTokenizer
+
+_CHATML = "chatml"
+_FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
+# Data must not depend on the day on which they are prepared. Llama's templates name this day where they know no other.
+_TODAY = datetime.datetime(2024, 7, 26)
+# Around the text of a {% generation %} block. No text has these code points, which Unicode excludes from interchange.
+_BEGIN, _END = "\ufdd0", "\ufdd1"
+
+Span = tuple[int, int]
+
+
+class Template:
+  """A Jinja template, run in a sandbox."""
+
+  def __init__(self, text: str, names: Mapping[str, str]) -> None:
+    """names: what it may call bos_token, eos_token and so on. Raises ConfigError if the text is not a template."""
+    self.text, self.names = text, dict(names)
+    self.has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+    try:
+      self._compiled = _environment().from_string(text)
+    except Exception as error:  # an error of the syntax, or of a block
+      raise ConfigError(f"{shorten(text)!r} is not a chat template ({error}). Give a template in Jinja.") from error
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """A compiled template cannot be pickled."""
+    return type(self), (self.text, self.names)
+
+  def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = False) -> tuple[str, list[Span]]:
+    """(the text of the messages, the places of the text in {% generation %} blocks). prompt: an answer shall follow.
+
+    Raises ValueError if the template refuses the messages.
+    """
+    try:
+      found = self._compiled.render(messages=messages, tools=None, add_generation_prompt=prompt, **self.names)
+    except Exception as error:  # templates raise errors of any kind, as programs do
+      raise ValueError(f"the chat template refuses it ({error or type(error).__name__})") from error
+    spans, begin, place = [], 0, 0
+    for part in re.split(f"([{_BEGIN}{_END}])", found):
+      if part == _BEGIN:
+        begin = place
+      elif part == _END:
+        spans.append((begin, place))
+      else:
+        place += len(part)
+    return found.replace(_BEGIN, "").replace(_END, ""), spans
+
+
+def _environment() -> Any:
+  """What a template may use: the same as in transformers."""
+  import jinja2.ext
+  import jinja2.sandbox
+
+  class Generation(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}: what the model says."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> Any:
+      line = next(parser.stream).lineno
+      body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+      return jinja2.nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Any) -> str:
+      return f"{_BEGIN}{caller()}{_END}"
+
+  def refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+  def to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
+
+  environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
+  )
+  environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
+  environment.globals |= {"raise_exception": refuse, "strftime_now": _TODAY.strftime}
+  return environment
+
+
+def find(cfg: DataOptions, tokenizer: BpeTokenizer) -> Template:
+  """The template that chat_template_path names, else that beside tokenizer_path. Raises ConfigError without one."""
+  place, given = cfg.tokenizer_path, cfg.chat_template_path
+  beside = place if _is_folder(place) else place.rpartition("/")[0] or "."
+  files = [_json(f"{beside}/{name}") for name in ("special_tokens_map.json", _CONFIG)]
+  tokens = {key: token for file in files for key, token in file.items() if key.endswith("_token")}
+  content = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
+  names = tokenizer.token_names() | {key: token for key, token in content.items() if isinstance(token, str)}
+  text = _chatml(tokenizer, names) if given == _CHATML else _in(given or beside)
+  if text is None:
+    where = f"chat_template_path={given}" if given else f"tokenizer_path={place}"
+    raise ConfigError(
+      f"{where}: there is no chat template, which conversations need ({_FILE}, or chat_template in {_CONFIG}).\n"
+      f"Set chat_template_path={_CHATML}, or to a file with a Jinja template."
+    )
+  return Template(text, names)
+
+
+def _in(place: str) -> str | None:
+  """The template in a folder or a file; None if there is none."""
+  if _is_folder(place):
+    text = _text(f"{place}/{_FILE}")
+    return _in(f"{place}/{_CONFIG}") if text is None else text
+  if not place.endswith(".json"):
+    return _text(place)
+  found = _json(place).get("chat_template")
+  if not isinstance(found, list):
+    return found
+  named = {one["name"]: one["template"] for one in found}
+  if "default" not in named:
+    raise ConfigError(
+      f"{place}: its chat templates are {', '.join(named)}, and none is named default.\n"
+      "Set chat_template_path to a file with one of them."
+    )
+  return named["default"]
+
+
+def _chatml(tokenizer: BpeTokenizer, names: Mapping[str, str]) -> str:
+  """ChatML. If the tokenizer lacks its tokens, the tokens around a document take their place."""
+  specials, pairs = tokenizer.special_tokens(), (("<|im_start|>", "bos_token"), ("<|im_end|>", "eos_token"))
+  begin, end = (repr(token if token in specials else names.get(key, token)) for token, key in pairs)
+  return (
+    f"{{% for message in messages %}}{{{{ {begin} + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
+    f"{{% endfor %}}{{% if add_generation_prompt %}}{{{{ {begin} + 'assistant\\n' }}}}{{% endif %}}"
+  )
+
+
+def _is_folder(place: str) -> bool:
+  return not remote.is_address(place) and Path(place).expanduser().is_dir()
+
+
+def _text(place: str) -> str | None:
+  """The content of a file; None if it is absent. Raises ConfigError if it cannot be read."""
+  try:
+    if remote.is_address(place):
+      for file in remote.find("chat_template_path", place, ()):
+        with file.open() as content:
+          return content.read().decode()
+      return None
+    return Path(place).expanduser().read_text(encoding="utf-8")
+  except FileNotFoundError:
+    return None
+  except (OSError, UnicodeDecodeError) as error:
+    raise ConfigError(f"{place} cannot be read ({error}). Give another file.") from error
+
+
+def _json(place: str) -> dict[str, Any]:
+  """The mapping in a JSON file; {} if it is absent. Raises ConfigError if the file has something else."""
+  try:
+    found = json.loads(_text(place) or "{}")
+  except ValueError as error:
+    raise ConfigError(f"{place} is not JSON ({error}). Copy the tokenizer's files again.") from error
+  return found if isinstance(found, dict) else {}

@@ -1,0 +1,297 @@
+"""Conversations: what the model is trained to say, against transformers and against the definition."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from tests.support import chats
+from tests.support.data_files import ARROW
+
+from input_pipeline import chat_template, windows
+from input_pipeline.conversations import ChatTokenizer, Tally, parse
+from input_pipeline.errors import ConfigError
+from input_pipeline.loader import Loader, check, make_loader, open_eval_sets
+from input_pipeline.options import DataOptions, MixtureEntry
+from input_pipeline.tokenizer import load_bpe
+from trainer.tools.tokenize.__main__ import main as tokenize
+
+EOT = 2  # <|im_end|>
+HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": " world"}]
+
+
+def chat_tokenizer(folder, template: str, length: int = 10**6, train_on: str = "assistant") -> ChatTokenizer:
+  folder = chats.write_tokenizer(folder, template)
+  base = load_bpe(str(folder))
+  cfg = DataOptions(tokenizer_type="bpe", tokenizer_path=str(folder))
+  return ChatTokenizer(base, chat_template.find(cfg, base), train_on, length)
+
+
+def encode(tokenizer: ChatTokenizer, made: list) -> tuple[list[list[tuple[list[int], list[int]]]], Tally]:
+  """((ids, mask) of the sequences of each conversation, what became of them)."""
+  tally = Tally()
+  found = tokenizer.encode_conversations([parse(messages) for messages in made], tally)
+  ids = lambda signed: (np.maximum(signed, ~signed).tolist(), (signed >= 0).astype(int).tolist())
+  return [[ids(one) for one in sequences] for sequences in found], tally
+
+
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory):
+  """transformers' tokenizer with a template."""
+  import transformers  # here, as in hf_folders
+
+  def make(template: str):
+    folder = chats.write_tokenizer(tmp_path_factory.mktemp("theirs"), template, trim=False)
+    return transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+
+  return make
+
+
+def clean(text: str) -> str:
+  return text.encode("utf-8", "replace").decode()
+
+
+@pytest.mark.parametrize("name", chats.TEMPLATES)
+def test_ids_and_masks_are_those_of_transformers_and_trl(tmp_path, theirs, name):
+  """With a {% generation %} block: assistant_only_loss. Else what a turn adds after the prompt for it. A turn that the
+  template changes later is trained in a text that ends with it."""
+  made = [[m | {"content": clean(m["content"])} for m in one] for one in chats.conversations(40)]
+  other = theirs(chats.TEMPLATES[name])
+  ours, tally = encode(chat_tokenizer(tmp_path, chats.TEMPLATES[name]), made)
+  for messages, sequences in zip(made, ours, strict=True):
+    if name == "generation":
+      found = other.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+      assert sequences == [(found["input_ids"], found["assistant_masks"])]
+      continue
+    trained = 0
+    for ids, mask in sequences:
+      whole = next(
+        one
+        for n in range(len(messages), 0, -1)
+        if ids
+        == other(one := other.apply_chat_template(messages[:n], tokenize=False), add_special_tokens=False).input_ids
+      )
+      encoding, expected = other(whole, add_special_tokens=False), [0] * len(ids)
+      for n in (n for n, message in enumerate(messages) if message["role"] == "assistant"):
+        prompt = other.apply_chat_template(messages[:n], tokenize=False, add_generation_prompt=True)
+        text = other.apply_chat_template(messages[: n + 1], tokenize=False)
+        if whole.startswith(text) and (name != "qwen3" or whole == text):
+          first, last = encoding.char_to_token(len(prompt)), encoding.char_to_token(len(text) - 1)
+          expected[first : last + 1] = [1] * (last + 1 - first)
+          trained += 1
+      assert mask == expected
+    assert trained == sum(message["role"] == "assistant" for message in messages)
+    assert name == "qwen3" or len(sequences) == 1
+  assert (tally.rewritten > 0) == (name == "qwen3") and tally.conversations == len(made)
+
+
+def test_the_end_of_a_turn_is_trained_and_the_prompt_for_it_is_not(tmp_path):
+  tokenizer = chat_tokenizer(tmp_path, chats.CHATML)
+  assert tokenizer.turn_end() == EOT
+  [[(ids, mask)]], _ = encode(tokenizer, [HELLO])
+  trained = [id for id, one in zip(ids, mask) if one]
+  assert ids[: -len(trained)] == tokenizer.prompt(HELLO[:1]) and trained[-2] == EOT
+  [[(all_ids, everything)]], _ = encode(chat_tokenizer(tmp_path, chats.CHATML, train_on="all"), [HELLO])
+  assert all_ids == ids and everything == [0] + [1] * (len(ids) - 1)  # the first token is no target
+
+
+def test_a_long_conversation_is_cut_at_a_turn_or_left_out_and_counted(tmp_path):
+  made = [HELLO * 2, HELLO, [HELLO[0]], [{"role": "user", "content": "x" * 50}, HELLO[1]]]
+  [[(whole, _)], [(short, mask)], *_], _ = encode(chat_tokenizer(tmp_path, chats.CHATML), made)
+  for length in (len(short) - 1, len(whole) - 2):
+    ours, tally = encode(chat_tokenizer(tmp_path, chats.CHATML, length), made)
+    assert ours == [[(short, mask)], [(short, mask)], [], []]
+    assert (tally.conversations, tally.cut, tally.too_long, tally.untrained) == (4, 1, 1, 1)
+  ours, tally = encode(chat_tokenizer(tmp_path, chats.CHATML, len(short) - 2), made)
+  assert ours == [[], [], [], []] and tally.too_long == 3
+
+
+# ---- files
+
+
+def options(tmp_path, **keys) -> DataOptions:
+  folder = chats.write_tokenizer(tmp_path / "tokenizer", keys.pop("template", chats.CHATML))
+  given = {"dataset_type": "grain", "grain_file_type": "jsonl", "train_data_columns": "messages"}
+  given |= {"tokenizer_type": "bpe", "tokenizer_path": str(folder), "max_target_length": 96, "packing": "none"}
+  return DataOptions(**given | {"dataset_cache_directory": str(tmp_path / "cache")} | keys)
+
+
+def load(cfg: DataOptions, said: list[str] | None = None, **keys) -> Loader:
+  check([cfg], 400)
+  log = said.append if said is not None else lambda line: None
+  return make_loader(cfg, **{"vocab_size": 400, "global_batch_size": 2, "split": "train", "log": log, **keys})
+
+
+def sequences_of(loader: Loader, count: int | None = None) -> list[tuple[list[int], list[int]]]:
+  """(ids, mask of the targets) of every document in the first examples, sorted."""
+  found = []
+  for i in range(count or loader.num_examples):
+    tokens, targets, weights, _, segments = (field[0] for field in loader.batch(i // 2, np.array([i % 2])))
+    last = segments.max(initial=0)
+    for segment in range(1, last + 1):
+      here = segments == segment
+      ids, mask = tokens[here].tolist(), weights[here].astype(int).tolist()
+      if segment == last:  # of which the last token is only a target
+        found.append(([*ids, int(targets[here][-1])], mask))
+      else:
+        assert mask.pop() == 0
+        found.append((ids, mask))
+  return sorted(found)
+
+
+@pytest.mark.parametrize("packing", ["split", "best_fit", "none"])
+def test_every_conversation_is_in_the_examples_once_and_whole(tmp_path, packing):
+  made = chats.conversations(60)
+  said: list[str] = []
+  cfg = options(tmp_path, packing=packing, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made))
+  loader = load(cfg, said)
+  ours, tally = encode(chat_tokenizer(tmp_path / "tokenizer", chats.CHATML, 96), made)
+  expected = sorted((ids, mask[1:]) for sequences in ours for ids, mask in sequences)
+  assert sequences_of(loader) == expected
+  assert loader.describe(1)["tokens"] == tally.trained
+  assert any(f"{tally.trained / tally.tokens:.1%} trained" in line for line in said)
+  assert "[[" in said[-1] and "<|im_end|>" in said[-1]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hf"])
+def test_other_files_have_the_same_examples(tmp_path, kind):
+  arrow = pytest.importorskip("pyarrow", reason=ARROW)
+  made = [[m | {"content": clean(m["content"])} for m in one] for one in chats.conversations(20)]
+  plain = load(options(tmp_path, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made)))
+  extra = [[m | {"tool_calls": None} for m in one] for one in made]  # as a struct has it
+  table = arrow.table({"messages": arrow.array(extra)})
+  if kind == "parquet":
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    cfg = options(tmp_path, grain_file_type="parquet", grain_train_files=str(tmp_path / "a.parquet"))
+  else:
+    with arrow.ipc.new_stream(tmp_path / "data.arrow", table.schema) as writer:
+      writer.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    cfg = options(tmp_path, dataset_type="hf", dataset_path=str(tmp_path))
+  assert sequences_of(load(cfg)) == sequences_of(plain)
+
+
+BAD = {
+  "no field": ({"text": "a"}, 'no field "messages"'),
+  "no list": ({"messages": "a"}, "document 2"),
+  "a mixed list": ({"messages": [*HELLO, "a"]}, "message 3 is not a mapping"),
+  "no role": ({"messages": [{"content": "a"}]}, "the role of message 1 must be a string, and it is null"),
+  "another role": ({"messages": [*HELLO, {"role": "tool", "content": "a"}]}, "message 3 has the role 'tool'"),
+  "no content": ({"messages": [{"role": "user"}]}, "the content of message 1 must be a string, and it is null"),
+  "parts": ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}, "and it is a list"),
+  "tools": ({"messages": [HELLO[0], HELLO[1] | {"tool_calls": [{"name": "a"}]}]}, "message 2 has tool_calls"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_record_that_is_no_conversation_is_named(tmp_path, name):
+  record, message = BAD[name]
+  path = tmp_path / "a.jsonl"
+  path.write_text("\n".join(json.dumps(one) for one in [{"messages": HELLO}, record, {"messages": HELLO}]))
+  with pytest.raises(ConfigError) as error:
+    load(options(tmp_path, grain_train_files=str(path)))
+  assert message in str(error.value) and str(path) in str(error.value)
+  if name != "no list":  # a text is another kind of document
+    assert f"{path}:2:" in str(error.value)
+    loader = load(options(tmp_path, grain_train_files=str(path), max_bad_records=1, packing="none"))
+    assert loader.num_examples == 2
+
+
+def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
+  strict = (
+    "{% if messages[-1].role != 'user' %}{{ raise_exception('No: ' + messages[-1].role) }}{% endif %}" + chats.CHATML
+  )
+  made = [[HELLO[0]], HELLO]
+  path = chats.write_jsonl(tmp_path / "a.jsonl", made)
+  with pytest.raises(ConfigError, match=r"document 2 of .*a.jsonl: the chat template refuses it .No: assistant"):
+    load(options(tmp_path, template=strict, grain_train_files=path))
+  other = chats.CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>")
+  with pytest.raises(
+    ConfigError, match="message 2 does not follow the chat template's prompt for an answer, which ends"
+  ):
+    load(options(tmp_path, template=other, grain_train_files=path))
+
+
+def test_templates_are_found_as_transformers_finds_them(tmp_path):
+  path = chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4)
+  plain = sequences_of(load(options(tmp_path, grain_train_files=path)))
+  named = [{"name": "tools", "template": "x"}, {"name": "default", "template": chats.CHATML}]
+  assert sequences_of(load(options(tmp_path, template=named, grain_train_files=path))) == plain
+  with pytest.raises(ConfigError, match="its chat templates are tools, and none is named default"):
+    load(options(tmp_path, template=named[:1], grain_train_files=path))
+  with pytest.raises(ConfigError, match=r"no chat template, which conversations need.*\n.*chat_template_path=chatml"):
+    load(options(tmp_path, template=None, grain_train_files=path))
+  assert (
+    sequences_of(load(options(tmp_path, template=None, grain_train_files=path, chat_template_path="chatml"))) == plain
+  )
+  with pytest.raises(ConfigError, match=r"'\{% for x' is not a chat template"):
+    load(options(tmp_path, template="{% for x", grain_train_files=path))
+  with pytest.raises(ConfigError, match="tokenizer_type=byte: conversations need a tokenizer"):
+    load(options(tmp_path, grain_train_files=path, tokenizer_type="byte", tokenizer_path=""))
+  (tmp_path / "tokenizer" / "chat_template.jinja").write_text(chats.TEMPLATES["llama3"])
+  cfg = options(tmp_path, template="x", grain_train_files=path)
+  assert sequences_of(load(cfg)) != plain
+  (tmp_path / "mine.jinja").write_text(chats.CHATML)
+  assert sequences_of(load(cfg.model_copy(update={"chat_template_path": str(tmp_path / "mine.jinja")}))) == plain
+
+
+def test_the_identity_of_the_data_has_template_and_train_on_but_not_the_day(tmp_path):
+  path = chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4)
+  dated = "{{ strftime_now('%d %b %Y') }}" + chats.CHATML
+  cfgs = [{}, {"train_on": "all"}, {"template": dated}]
+  found = [load(options(tmp_path, grain_train_files=path, packing="none", **keys)) for keys in cfgs]
+  assert len({loader.fingerprint() for loader in found}) == 3
+  assert found[2].tokenizer.decode(found[2].batch(0).tokens[0]).startswith("26 Jul 2024")
+
+
+def test_chats_in_a_mixture_and_in_evaluation_sets(tmp_path):
+  made = chats.conversations(30)
+  (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "Hello world " * 9}) + "\n" for _ in range(30)))
+  chat = options(tmp_path, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made))
+  text = chat.model_copy(update={"grain_train_files": str(tmp_path / "text.jsonl"), "train_data_columns": "text"})
+  alone = {"chat": load(chat), "text": load(text)}
+  entries = [MixtureEntry(name, ((0, Fraction(1)),), 1, cfg) for name, cfg in (("text", text), ("chat", chat))]
+  mixed = load(chat, mixture=entries)
+  count = mixed.last_step() * 2
+  assert isinstance(mixed.tokenizer, ChatTokenizer) and sum(mixed.examples_by_source(count // 2).values()) == count
+  both = [tuple(map(tuple, one)) for loader in alone.values() for one in sequences_of(loader)]
+  assert {tuple(map(tuple, one)) for one in sequences_of(mixed, count)} <= set(both)
+  keys = {"vocab_size": 400, "global_batch_size": 2, "log": lambda line: None}
+  for tokenizer in (mixed.tokenizer, mixed.tokenizer.base):
+    sets = open_eval_sets(chat, {"text": text, "chat": chat}, tokenizer=tokenizer, **keys)
+    assert {name: sequences_of(loader) for name, loader in sets.items()} == {
+      name: sequences_of(loader) for name, loader in alone.items()
+    }
+
+
+def test_tokenize_writes_windows_with_weights_and_prints_a_preview(tmp_path, capsys):
+  path = chats.write_jsonl(tmp_path / "a.jsonl", chats.conversations(30))
+  cfg = options(tmp_path, grain_train_files=path)
+  keys = (
+    ["configs/base.yml"]
+    + [f"{key}={value}" for key, value in cfg.model_dump(exclude_unset=True).items()]
+    + ["vocab_size=400"]
+  )
+  assert tokenize([*keys, "--output", str(tmp_path / "out"), "--processes", "1"]) == 2
+  assert "--records=documents: a record of token ids does not say" in capsys.readouterr().err
+  assert tokenize([*keys, "--output", str(tmp_path / "out"), "--processes", "1", "--records", "windows"]) == 0
+  written = load(
+    options(tmp_path, grain_file_type="arrayrecord_windows", grain_train_files=str(tmp_path / "out/train"))
+  )
+  assert sequences_of(written) == sequences_of(load(cfg))
+  capsys.readouterr()
+  assert tokenize([*keys, "--preview", "2"]) == 0
+  said = capsys.readouterr().out
+  assert said.count("---\n") == 2 and "<|im_start|>assistant\n[[" in said
+
+
+def test_a_window_with_untrained_tokens_survives_its_file_and_text_stays_as_it_is():
+  window = windows.Window(np.array([5, ~6, 7, ~0, 1], np.int32), np.array([3]))
+  again = windows.unpack(windows.pack(window, np.dtype("<i4")), np.dtype("<i4"))
+  example = windows.example(again, 6)
+  assert example.tokens.tolist() == [5, 6, 7, 0, 0, 0] and example.targets.tolist() == [6, 7, 0, 1, 0, 0]
+  assert example.weights.tolist() == [0, 1, 0, 1, 0, 0] and windows.targets(window).tolist() == [7, 1]

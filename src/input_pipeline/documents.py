@@ -101,21 +101,25 @@ class Documents:
           continue
         if not len(document):
           continue
-        after = f" after byte {piece.start}" if piece.start else ""
-        place = f"document {number} of {piece.path}{after}"
         kind = kind or type(document)
         if not isinstance(document, kind):
           raise ConfigError(
-            f"{place} is {'text' if isinstance(document, str) else 'token ids'}, and documents before it are not. "
-            "Give documents of one kind."
+            f"{place(piece, number)} is {'text' if isinstance(document, str) else 'token ids'}, and documents before "
+            "it are not. Give documents of one kind."
           )
-        yield place, document
+        yield place(piece, number), document
 
   def are_text(self, max_bad_records: int) -> bool:
     """Whether the first document is text. Raises ConfigError if there is no document, or too many are bad before it."""
     for _, document in self.valid(BadRecords(max_bad_records)):
       return isinstance(document, str)
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+
+def place(piece: Piece, number: int) -> str:
+  """Names the document `number` of a piece, from 1, in a message."""
+  after = f" after byte {piece.start}" if piece.start else ""
+  return f"document {number} of {piece.path}{after}"
 
 
 @contextmanager

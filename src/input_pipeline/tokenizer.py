@@ -109,7 +109,8 @@ class BpeTokenizer:
     # Text that looks like a special token is encoded as text, so that it cannot end a document.
     self._tokenizer.encode_special_tokens = True
     self.json_text = json_text
-    self._keys = bos_token, eos_token
+    self.arguments = json_text, bos_token, eos_token
+    """What makes the same tokenizer again."""
     model = content["model"]
     # The number of the token in a Unigram, the token in others.
     given, name = model.get("unk_id"), model.get("unk_token")
@@ -126,21 +127,25 @@ class BpeTokenizer:
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Another process makes it from its file: the library's pickles forget encode_special_tokens."""
-    return type(self), (self.json_text, *self._keys)
+    return type(self), self.arguments
 
   def encode(self, text: str) -> list[int]:
     with _naming_failures():
-      return self._tokenizer.encode(_encodable(text), add_special_tokens=False).ids
+      return self._tokenizer.encode(encodable(text), add_special_tokens=False).ids
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     is_long = [len(text) > _LONG for text in texts]
-    short = [_encodable(text) for text, long in zip(texts, is_long) if not long]
+    short = [encodable(text) for text, long in zip(texts, is_long) if not long]
     with _naming_failures():
       encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
       return [
-        long_text.encode(self._tokenizer, _encodable(text)) if long else np.array(next(encoded).ids, np.int32)
+        long_text.encode(self._tokenizer, encodable(text)) if long else np.array(next(encoded).ids, np.int32)
         for text, long in zip(texts, is_long)
       ]
+
+  def normalized(self, text: str) -> str:
+    """What its normalizer makes of a text."""
+    return self._tokenizer.normalizer.normalize_str(text) if self._tokenizer.normalizer else text
 
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     if self._unknown is not None:
@@ -273,7 +278,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
     initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     show_progress=False,
   )
-  tokenizer.train_from_iterator((_encodable(text) for text in texts), trainer)
+  tokenizer.train_from_iterator((encodable(text) for text in texts), trainer)
   return tokenizer.to_str()
 
 
@@ -296,6 +301,6 @@ def _read(path: str) -> bytes:
   raise FileNotFoundError("there is no such file")
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
   """`text` with '?' instead of lone surrogates, which JSON can contain and the library refuses."""
   return text if text.isascii() else text.encode("utf-8", "replace").decode("utf-8")

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import datasets, describe, prepared
+from input_pipeline import datasets, describe, fast_tokenizer, prepared
 from input_pipeline.documents import Documents, Piece
 from input_pipeline.loader import check
 from input_pipeline.workers import Workers, here
@@ -20,7 +20,7 @@ from trainer.tools.tokenize.part import Job
 from trainer.tools.tokenize.progress import Progress
 
 
-def run(config: Config, output: str, records: str, processes: int, part_bytes: int) -> None:
+def run(config: Config, output: str, records: str, processes: int, part_bytes: int, fast: bool = False) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
 
   Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
@@ -37,6 +37,8 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
       print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
   digests = prepared.digests_of(splits)
   tokenizer = prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
+  if fast:
+    tokenizer = fast_tokenizer.make(tokenizer, splits, data.max_bad_records)
   parts = [
     Part(split, number, tuple(pieces))
     for split, documents in splits.items()

@@ -160,15 +160,15 @@ def test_a_tokenizer_that_differs_in_one_merge_is_found(tmp_path, changed):
   given = BpeTokenizer(json.dumps(TRAINED))
   seen = splits(write_jsonl(tmp_path / "seen", "text", ["nothing here", "", "x(ret)"]))
   named = (
-    r"document 3 of .*data.jsonl: its token \d+ is .*\[\d+\] in tokie \S+ and 'ret' \[\d+\] in tokenizers .*, after"
+    r"document 3 of .*seen.jsonl: its token \d+ is .*\[\d+\] in tokie \S+ and 'ret' \[\d+\] in tokenizers .*, after"
   )
   with pytest.raises(ConfigError, match=named):
     fast_tokenizer.make(given, seen, 0)
   far = splits(write_jsonl(tmp_path / "far", "text", ["nothing here " * 20_000, "(ret) " * 40_000]))
-  with pytest.raises(ConfigError, match="the text '(de|ret)' of a token: its token 1 is"):
+  with pytest.raises(ConfigError, match=r"the text '(de|ret)' of a token: its token 1 is"):
     fast_tokenizer.make(given, far, 0)
   compared = FastTokenizer(given.json_text).compared(far["train"])
-  with pytest.raises(ConfigError, match=r"document 2 of .*data.jsonl, after its character 40000: its token "):
+  with pytest.raises(ConfigError, match=r"document 2 of .*far.jsonl, after its character 40000: its token "):
     list(compared.read(compared.pieces[0]))
 
 

@@ -90,7 +90,8 @@ class FastTokenizer(BpeTokenizer):
       if self._added.search(text):
         return []
       text = self.normalized(text)
-    longest, parts, begin = _LONGEST if text.isascii() else _LONGEST // 4, [], 0
+    parts: list[str] = []
+    longest, begin = _LONGEST if text.isascii() else _LONGEST // 4, 0
     while len(text) - begin > longest:
       seam = _SEAM.search(text, begin + longest // 2, begin + longest)
       if seam is None:

@@ -114,20 +114,25 @@ class Documents:
           continue
         if not len(document):
           continue
-        after = f" after byte {piece.start}" if piece.start else ""
-        place = f"document {number} of {piece.path}{after}"
         kind = kind or type(document)
         if not isinstance(document, kind):
           raise ConfigError(
-            f"{place} is {KINDS[type(document)]}, and documents before it are not. Give documents of one kind."
+            f"{place(piece, number)} is {KINDS[type(document)]}, and documents before it are not. Give documents of "
+            "one kind."
           )
-        yield place, document
+        yield place(piece, number), document
 
   def kind(self, max_bad_records: int) -> str:
     """Of KINDS, that of the first document. Raises ConfigError without a document, or if too many are bad before it."""
     for _, document in self.valid(BadRecords(max_bad_records)):
       return KINDS[type(document)]
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+
+def place(piece: Piece, number: int) -> str:
+  """Names the document `number` of a piece, from 1, in a message."""
+  after = f" after byte {piece.start}" if piece.start else ""
+  return f"document {number} of {piece.path}{after}"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ class DataOptions(BaseModel):
   """dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text."""
   grain_train_files: str = ""
   """dataset_type=grain: training files, folders or patterns such as data/*.parquet, separated by ';'. Parquet and JSONL
-  also at addresses such as gs://BUCKET/data."""
+  also at addresses such as gs://BUCKET/data or s3://BUCKET/data."""
   grain_eval_files: str = ""
   """dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."""
   grain_file_type: Literal[

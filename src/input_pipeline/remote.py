@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import posixpath
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,31 @@ def is_address(value: str) -> bool:
   return "://" in value
 
 
+def require_bucket(given: str, address: str) -> None:
+  """Raises ConfigError, which begins with `given`, if s3:// has no such bucket, or refuses to list it.
+
+  s3fs would create a bucket that is absent, at the first write. Each bucket is asked for once per process.
+  """
+  scheme, _, rest = address.partition("://")
+  if scheme == "s3" and (reason := _refusal(f"s3://{rest.partition('/')[0]}")):
+    raise ConfigError(
+      f"{given}: {reason}.\nCheck the name of the bucket, and the credentials, region and endpoint of this machine "
+      "(AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL, ...)."
+    )
+
+
+@functools.cache
+def _refusal(bucket: str) -> str:
+  """Why a bucket cannot be listed; "": it can."""
+  try:
+    with _as_os_error():
+      system, path = _system(bucket)
+      system.info(path)
+  except OSError as error:
+    return "there is no such bucket" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
+  return ""
+
+
 def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = None) -> list[RemoteFile]:
   """The files of an address: a file, a pattern with * and ?, or a folder whose files match one of `names`.
 
@@ -97,7 +123,8 @@ def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = No
     raise ConfigError(
       f"{key}={shorten(address)}: cannot be listed ({' '.join(str(error).split())}).\n"
       "Check the address, the permissions and the network, or install the package of this kind of address (gs://: "
-      "bash setup.sh --gcs in a clone of the trainer, or python -m pip install gcsfs), or copy the files here."
+      "bash setup.sh --gcs in a clone of the trainer, or python -m pip install gcsfs; s3://: the same with s3 and "
+      "s3fs), or copy the files here."
     ) from error
   return found
 

@@ -154,7 +154,10 @@ def _process_kept() -> Iterator[None]:
   random.setstate(numbers)
   environment, open_files = cluster_lib.inherited_environment(), resource.getrlimit(resource.RLIMIT_NOFILE)
   collects, frozen = gc.isenabled(), gc.get_freeze_count()
-  handlers, loggers = logging.root.handlers[:], [logging.getLogger(name) for name in ("absl", "asyncio", "gcsfs")]
+  handlers, loggers = (
+    logging.root.handlers[:],
+    [logging.getLogger(name) for name in ("absl", "asyncio", "gcsfs", "s3fs")],
+  )
   filters, hook = [logger.filters[:] for logger in loggers], sys.unraisablehook
   try:
     yield

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.checkpoint import s3
 from trainer.checkpoint.arrays import tiles
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
@@ -30,7 +31,8 @@ class ArrayParts:
     import tensorstore
 
     base = str(folder / "state")
-    spec = {"driver": "ocdbt", "base": f"{base if '://' in base else f'file://{base}'}/"}
+    place = s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if '://' in base else f'file://{base}'}/"
+    spec = {"driver": "ocdbt", "base": place}
     self._store = tensorstore.KvStore.open(spec).result()
     self._block = _REMOTE_BLOCK if "://" in base else BLOCK
     self._threads = futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))  # they end with this object

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-_LIBRARIES = ("asyncio", "gcsfs")  # loggers
+_LIBRARIES = ("asyncio", "gcsfs", "s3fs")  # loggers
 
 
 class Background:

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from trainer.checkpoint import step_folders
+from trainer.checkpoint import s3, step_folders
 from trainer.checkpoint.array_parts import BLOCK
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import Rejected
@@ -48,6 +48,7 @@ def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done
   import tensorstore
   from orbax.checkpoint import type_handlers
 
+  s3.teach_orbax()
   described = state_tree.describe(arrays)
 
   class Handler(type_handlers.NumpyHandler):

@@ -1,4 +1,4 @@
-"""The persistent tier: Orbax in {run}/checkpoints/{step}, local or gs://, with checksums of every file and array.
+"""The persistent tier: Orbax in {run}/checkpoints/{step}, local or in a bucket, with checksums of every file and array.
 
 A step's folder has Orbax's `state/`, our `meta.json` and `manifest.json` (see `checksums.manifest`), and the marker
 `commit_success.txt`. All files are in place before Orbax commits: locally by renaming the folder, on an object store by
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import jax
 
-from trainer.checkpoint import background, retention, step_folders
+from trainer.checkpoint import background, retention, s3, step_folders
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.arrays.host_copy import Fetch
@@ -362,6 +362,7 @@ def _handler(multiprocessing: Any, *, one_replica: bool = False) -> Any:
   import orbax.checkpoint as ocp
   from orbax.checkpoint import type_handlers
 
+  s3.teach_orbax()
   options = {}
   if one_replica:
     arrays = type_handlers.ArrayHandler(use_replica_parallel=False)

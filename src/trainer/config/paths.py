@@ -18,7 +18,8 @@ from trainer.config.schema import Config, DataSection, ObserveSection
 
 # The packages of which one is needed to write to each kind of address. Other object stores are refused: whether commits
 # are reliable there is untested.
-_WRITERS = {"gs": ("gcsfs", "tensorflow")}
+_WRITERS = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
+_EXTRA_OF = {"gs": "gcs", "s3": "s3"}
 # The files and folders of a run's folder.
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
 _RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
@@ -83,6 +84,8 @@ def _check_parameters(config: Config) -> None:
   """load_parameters_path is a folder, unless the run has begun: a restored run ignores it."""
   place = config.run.load_parameters_path
   begun = any(os.path.exists(f"{config.run_directory}/{name}") for name in ("run_id", "checkpoints"))
+  if place and remote.is_address(place):
+    remote.require_bucket(f"load_parameters_path={shorten(place)}", place)
   if not place or remote.is_address(place) or begun:
     return
   folders = (re.sub(r"@[0-9]+$", "", place), place)
@@ -237,18 +240,20 @@ def _is_address(name: str, value: str) -> bool:
     package = _WRITERS[scheme][0]
     raise ConfigError(
       f"{name}={value}: writing to {scheme}:// needs the package {package}, which is not installed.\n"
-      f"{how_to_install('gcs')}, or choose a local folder."
+      f"{how_to_install(_EXTRA_OF[scheme])}, or choose a local folder."
     )
+  remote.require_bucket(f"{name}={shorten(value)}", value)
   return True
 
 
 def bucket_problems(given: str, address: str) -> Iterator[str]:
   """Yields a message if `address`, shown as `given`, names a bucket that cannot exist."""
-  bucket = address.partition("://")[2].partition("/")[0]
+  scheme, _, rest = address.partition("://")
+  bucket = rest.partition("/")[0]
   if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
     yield (
       f"{given}: '{bucket}' is not a bucket name: it has 3 or more of a-z, 0-9, - _ and ., and begins and ends with a "
-      "letter or digit.\nWrite gs://BUCKET/FOLDER with the name of your bucket."
+      f"letter or digit.\nWrite {scheme}://BUCKET/FOLDER with the name of your bucket."
     )
 
 

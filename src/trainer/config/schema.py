@@ -67,7 +67,7 @@ class RunSection(Section):
   """The run: its name, its length and its files."""
 
   base_output_directory: str = "runs"
-  """Folder or gs:// address in which every run has its own folder."""
+  """Folder, or gs:// or s3:// address, in which every run has its own folder."""
   run_name: str = ""
   """Name of the run. Its files are in {base_output_directory}/{run_name}. Empty: the name of the config file."""
   steps: Positive = 1000
@@ -76,9 +76,9 @@ class RunSection(Section):
   """Seed of the initial weights."""
   load_parameters_path: str = ""
   """The first parameters of a new run: a Hugging Face folder of a Qwen3 or Llama, or RUN_DIR or RUN_DIR@STEP of another
-  run, local or gs://. The optimizer and the schedule are fresh. The tokenizer there serves the data, with the bos_token
-  and eos_token of its run, unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it. Empty:
-  random parameters."""
+  run, local, gs:// or s3://. The optimizer and the schedule are fresh. The tokenizer there serves the data, with the
+  bos_token and eos_token of its run, unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it.
+  Empty: random parameters."""
   log_config: bool = True
   """Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."""
   jax_cache_dir: str = "~/.cache/trainer/jax"

@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import remote
 from trainer.config.errors import ConfigError
 
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
@@ -47,8 +48,11 @@ def is_object_store(path: str) -> bool:
 def check_address(directory: str) -> None:
   """Raises ConfigError for an address that is not on an object store which this program can read."""
   scheme, has_scheme, _ = directory.partition("://")
-  if has_scheme and scheme not in ("gs", "file", "memory"):  # the last two are fsspec's, for tests
-    raise ConfigError(f"{directory}: is not gs://BUCKET/FOLDER or a folder of this machine.\nGive one of these.")
+  if has_scheme and scheme not in ("gs", "s3", "file", "memory"):  # the last two are fsspec's, for tests
+    raise ConfigError(
+      f"{directory}: is not gs://BUCKET/FOLDER, s3://BUCKET/FOLDER or a folder of this machine.\nGive one of these."
+    )
+  remote.require_bucket(directory, directory)
 
 
 def exists(directory: str) -> bool:

@@ -1,4 +1,4 @@
-"""`python -m trainer.tools.checkpoints RUN_DIR`: lists the checkpoints of a run, finished or not, local or gs://.
+"""`python -m trainer.tools.checkpoints RUN_DIR`: lists the checkpoints of a run, finished or not, local, gs:// or s3://.
 
 Each line is a checkpoint, a save that did not finish, a damaged checkpoint with the reason, an export (hf/), or the
 local copies of a step on this host. The run may go on meanwhile: nothing is changed. --verify reads all files of each
@@ -45,7 +45,7 @@ class Row:
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if the folder is no run or cannot be read."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.checkpoints", description=__doc__.split("\n\n")[0])
-  help_text = "{base_output_directory}/{run_name}, local or gs://"
+  help_text = "{base_output_directory}/{run_name}, local, gs:// or s3://"
   parser.add_argument("run_directory", metavar="RUN_DIR", type=os.path.expanduser, help=help_text)
   parser.add_argument("--verify", action="store_true", help="read all files of each checkpoint")
   arguments = parser.parse_args(argv)

@@ -1,9 +1,9 @@
 """`python -m trainer.tools.export_hf RUN_DIR[@STEP] DIR`: writes the weights of a run as a Hugging Face folder.
 
-STEP: default is the newest checkpoint. DIR: new, local or gs://. It gets config.json, generation_config.json, the files
-of the tokenizer, which adds the token that began the run's documents, and safetensors; transformers, vLLM and others
-read it. Every tensor keeps its type unless --dtype names another. At the end the logits of both are compared on a short
-prompt.
+STEP: default is the newest checkpoint. DIR: new, local, gs:// or s3://. It gets config.json, generation_config.json,
+the files of the tokenizer, which adds the token that began the run's documents, and safetensors; transformers, vLLM and
+others read it. Every tensor keeps its type unless --dtype names another. At the end the logits of both are compared on
+a short prompt.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`python -m trainer.tools.import_hf DIR RUN_DIR`: makes a run folder with the weights of a Hugging Face folder.
 
-DIR: config.json and safetensors of a Qwen3, Qwen3-MoE or Llama, local or gs://. RUN_DIR: new. Train from it with
+DIR: config.json and safetensors of a Qwen3, Qwen3-MoE or Llama, local, gs:// or s3://. RUN_DIR: new. Train from it with
 `load_parameters_path=RUN_DIR`; trainer.tools.generate, evaluate and export_hf read it.
 """
 

@@ -19,7 +19,10 @@ def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, unreadable or no run."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
   parser.add_argument(
-    "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
+    "run_directory",
+    nargs="+",
+    type=os.path.expanduser,
+    help="{base_output_directory}/{run_name}, local, gs:// or s3://",
   )
   parser.add_argument(
     "--compare", metavar="FILE", type=os.path.expanduser, help="compare the runs instead: PICTURE.png or PAGE.html"

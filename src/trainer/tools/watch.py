@@ -2,7 +2,7 @@
 
 The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. A local
 folder of runs gets a list of them with links. A folder that does not exist yet is waited for. Folders may be copies,
-and may be on gs://. Only this machine can open the page; forward the port to see it elsewhere:
+and may be on gs:// or s3://. Only this machine can open the page; forward the port to see it elsewhere:
 `ssh -L 8642:127.0.0.1:8642 HOST`. Prometheus can read /metrics there (extra prometheus).
 """
 
@@ -124,7 +124,10 @@ def main(argv: list[str] | None = None) -> int:
   """Serves until Ctrl-C and returns 0; 2 if the port cannot be used."""
   parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
   parser.add_argument(
-    "run_directory", nargs="+", type=os.path.expanduser, help="{base_output_directory}/{run_name}, local or gs://"
+    "run_directory",
+    nargs="+",
+    type=os.path.expanduser,
+    help="{base_output_directory}/{run_name}, local, gs:// or s3://",
   )
   parser.add_argument("--port", type=whole(), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
   parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")

@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
   parser.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
   parser.add_argument("--part-megabytes", type=_megabytes, default=128.0, help="input of an output file (default: 128)")
+  parser.add_argument("--fast", action="store_true", help="tokenise with tokie, which is compared with tokenizers")
   options = parser.parse_intermixed_args(argv)
   if (options.output is None) == (options.preview is None):
     parser.error("give --output FOLDER or --preview N")
@@ -49,7 +50,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.preview:
       run.preview(config, options.preview)
       return 0
-    run.run(config, options.output, options.records, options.processes, round(options.part_megabytes * 1e6))
+    part_bytes = round(options.part_megabytes * 1e6)
+    run.run(config, options.output, options.records, options.processes, part_bytes, options.fast)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

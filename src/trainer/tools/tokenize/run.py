@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import datasets, describe, prepare, prepared
+from input_pipeline import datasets, describe, fast_tokenizer, prepare, prepared
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
@@ -26,7 +26,7 @@ from trainer.tools.tokenize.progress import Progress
 _PREVIEWED = 20_000  # characters that are tokenised at a time
 
 
-def run(config: Config, output: str, records: str, processes: int, part_bytes: int) -> None:
+def run(config: Config, output: str, records: str, processes: int, part_bytes: int, fast: bool = False) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
 
   Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
@@ -40,6 +40,8 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
       f"--records={records}: a record of token ids does not say which tokens of a conversation are trained. "
       "Use --records=windows."
     )
+  if fast:
+    tokenizer = fast_tokenizer.make(tokenizer, splits, data.max_bad_records)
   parts = [
     Part(split, number, tuple(pieces))
     for split, documents in splits.items()

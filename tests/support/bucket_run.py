@@ -1,4 +1,4 @@
-"""Actions of one process on gs:// checkpoints: ACTION ARGUMENT ... [; ACTION ARGUMENT ...]."""
+"""Actions of one process on checkpoints in a bucket: ACTION ARGUMENT ... [; ACTION ARGUMENT ...]."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def restore(directory: str, step: str) -> None:
 
 
 def watch(directory: str) -> None:
-  """What trainer.tools.watch reads of a run; then a record is added as another process does it, without gcsfs."""
+  """What trainer.tools.watch reads of a run; then a record is added as another process does it, without fsspec."""
   import itertools
   import json
   import urllib.parse
@@ -59,12 +59,15 @@ def watch(directory: str) -> None:
   page = live.LivePage([directory], period=0.0, clock=lambda: next(clock))
   print(page.state().notice)
   *_, last = read_lines(directory, "metrics.jsonl")
-  bucket, _, folder = directory.removeprefix("gs://").partition("/")
-  name = urllib.parse.quote(f"{folder}/metrics.jsonl.000001", safe="")
-  address = f"{os.environ['STORAGE_EMULATOR_HOST']}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={name}"
-  urllib.request.urlopen(
-    urllib.request.Request(address, json.dumps(json.loads(last) | {"step": 3}).encode()), timeout=60
-  )
+  scheme, _, place = f"{directory}/metrics.jsonl.000001".partition("://")
+  bucket, _, name = place.partition("/")
+  if scheme == "gs":
+    address = f"{os.environ['STORAGE_EMULATOR_HOST']}/upload/storage/v1/b/{bucket}/o?uploadType=media"
+    method, address = "POST", f"{address}&name={urllib.parse.quote(name, safe='')}"
+  else:
+    method, address = "PUT", f"{os.environ['AWS_ENDPOINT_URL']}/{place}"
+  record = json.dumps(json.loads(last) | {"step": 3}).encode()
+  urllib.request.urlopen(urllib.request.Request(address, record, method=method), timeout=60)
   print(page.state().notice)
 
 

@@ -1,0 +1,56 @@
+"""Lets TensorStore, and Orbax with it, use s3:// with the endpoint and the region that s3fs uses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import urllib.parse
+from typing import Any
+
+_SCHEME = "s3://"
+
+
+def is_s3(path: Any) -> bool:
+  return str(path).startswith(_SCHEME)
+
+
+def kvstore(address: str) -> dict[str, Any]:
+  """TensorStore's specification of s3://BUCKET/PATH, without a slash at its end.
+
+  TensorStore finds credentials as other programs do, but no endpoint: neither in AWS_ENDPOINT_URL nor in a profile.
+  """
+  bucket, _, path = address.removeprefix(_SCHEME).partition("/")
+  return {"driver": "s3", "bucket": bucket, "path": path, **_endpoint()}
+
+
+@functools.cache
+def _endpoint() -> dict[str, str]:
+  """The place of a store that is not Amazon's, as TensorStore needs it."""
+  import fsspec
+
+  system = fsspec.filesystem("s3")
+  system.connect()
+  found = system.s3.meta
+  if (urllib.parse.urlsplit(found.endpoint_url).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")):
+    return {}  # TensorStore asks the bucket for its region
+  return {"endpoint": found.endpoint_url, "aws_region": found.region_name or "us-east-1"}
+
+
+def teach_orbax() -> None:
+  """Lets Orbax write and read checkpoints on s3:// as on gs://. Orbax 0.12.8 knows no addresses of s3://.
+
+  It then commits with a marker, because neither of them renames folders.
+  """
+  from orbax.checkpoint._src.path import gcs_utils
+  from orbax.checkpoint._src.serialization import tensorstore_utils
+
+  if _SCHEME in gcs_utils._GCS_PATH_PREFIX:
+    return
+  of_gs, normal = gcs_utils.get_kvstore_for_gcs, tensorstore_utils._normalize_path
+  # Of gs:// and s3:// both. Orbax looks for hierarchical namespaces only on gs://.
+  gcs_utils._GCS_PATH_PREFIX = (*gcs_utils._GCS_PATH_PREFIX, _SCHEME)
+  gcs_utils.get_kvstore_for_gcs = lambda path: kvstore(path) if is_s3(path) else of_gs(path)
+  tensorstore_utils._use_gcs_driver = lambda path: path.startswith(gcs_utils._GCS_PATH_PREFIX)
+  tensorstore_utils._normalize_path = lambda path: (
+    _SCHEME + os.path.normpath(path.removeprefix(_SCHEME)) if is_s3(path) else normal(path)
+  )

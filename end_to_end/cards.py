@@ -31,11 +31,15 @@ ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "results"
 PAGE = FOLDER / "README.md"
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "==": operator.eq}
-_MARK = " **Old: its code has changed since.**"
+_MARK = " (**old**)"
 _HEAD = """# Results that can be measured again
-Each section is a card, a file `NAME.yml` of this folder. `.venv/bin/python -m end_to_end.verify_card NAME` runs its
-command and compares the figures with their bounds; words in capital letters are given as `WORD=VALUE`. This page is
-drawn by `.venv/bin/python -m end_to_end.cards`, which also marks results whose code has changed since the measurement.
+Each row is a card, a file of this folder, which also has versions, machine, and the paths of the code that decides.
+`.venv/bin/python -m end_to_end.verify_card NAME` runs its command and compares the figures with their bounds. Give
+words in capital letters as `WORD=VALUE`. `.venv/bin/python -m end_to_end.cards` draws this page, and marks as old the
+results whose code has changed since.
+
+| card | result | figures (bounds) | command | measured | not verified |
+|---|---|---|---|---|---|
 """
 
 
@@ -82,18 +86,15 @@ def has_changed(card: Card) -> bool | None:
   return bool(done.stdout.strip()) if card.commit and done.returncode == 0 else None
 
 
-def section(name: str, card: Card, old: bool) -> str:
-  rows = "".join(f"| {what} | {figure.value:,} | {figure.bound} |\n" for what, figure in card.figures.items())
-  when = f"{card.date}, {f'commit {card.commit}' if card.commit else 'commit not recorded'}, {card.versions}"
-  return (
-    f"\n## {name}\n{card.name}.{_MARK * old}\n\n```\n{card.command}\n```\n\n{when}; {card.machine}.\n\n"
-    f"| figure | measured | bound |\n|---|---|---|\n{rows}\nNot verified: {card.not_verified}. "
-    f"Code: {', '.join(f'`{path}`' for path in card.paths)}.\n"
-  )
+def row(name: str, card: Card, old: bool) -> str:
+  figures = "; ".join(f"{what}: {figure.value:,} ({figure.bound})" for what, figure in card.figures.items())
+  measured = f"{card.date}, {f'commit {card.commit}' if card.commit else 'commit not recorded'}{_MARK * old}"
+  cells = [f"[{name}]({name}.yml)", card.name, figures, f"`{card.command}`", measured, card.not_verified]
+  return f"| {' | '.join(cells)} |\n"
 
 
 def draw(old: set[str]) -> str:
-  return _HEAD + "".join(section(name, card, name in old) for name, card in cards().items())
+  return _HEAD + "".join(row(name, card, name in old) for name, card in cards().items())
 
 
 def without_marks(page: str) -> str:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from end_to_end import cards
 
-_WORD = re.compile(r"(?<![\w/.-])[A-Z][A-Z_]+(?![\w/.=-])")
+WORD = re.compile(r"(?<![\w/.-])[A-Z][A-Z_]+(?![\w/.=-])")
 
 
 def parts(command: str, values: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -27,10 +27,10 @@ def parts(command: str, values: Mapping[str, str]) -> tuple[dict[str, str], list
 
   Raises ValueError if `values` lacks a word in capital letters.
   """
-  lacks = [f"{word}=VALUE" for word in _WORD.findall(command) if word not in values]
+  lacks = [f"{word}=VALUE" for word in WORD.findall(command) if word not in values]
   if lacks:
     raise ValueError(f"give {' '.join(lacks)} for the command of the card: {command}")
-  words = shlex.split(_WORD.sub(lambda word: shlex.quote(values[word[0]]), command))
+  words = shlex.split(WORD.sub(lambda word: shlex.quote(values[word[0]]), command))
   python = next(at for at, word in enumerate(words) if "=" not in word)
   return dict(word.split("=", 1) for word in words[:python]), [sys.executable, *words[python + 1 :]]
 

@@ -42,7 +42,7 @@ class Parsed(BaseException):
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_the_command_of_a_card_is_accepted(card, monkeypatch):
-  values = dict.fromkeys(verify_card._WORD.findall(card.command), "value")
+  values = dict.fromkeys(verify_card.WORD.findall(card.command), "value")
   assert "/python -m " in card.command
   _, (_, _, module, *arguments) = verify_card.parts(card.command, values)
   assert importlib.util.find_spec(module), module
@@ -114,24 +114,21 @@ def test_a_word_of_the_command_is_replaced():
 
 
 def test_a_result_is_old_when_its_paths_have_changed_since(tmp_path, monkeypatch):
+  def git(*words: str) -> str:
+    command = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
   monkeypatch.setattr(cards, "ROOT", tmp_path)
   monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
   assert cards.has_changed(card("")) is None, "not a clone"
-
-  def git(*words: str) -> str:
-    name = ("-c", "user.name=n", "-c", "user.email=e")
-    return subprocess.run(["git", *name, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
-
   git("init", "-q")
   git("commit", "-q", "--allow-empty", "-m", "measured")
-  measured = git("rev-parse", "HEAD").strip()
+  measured = git("rev-parse", "HEAD")
   (tmp_path / "README.md").write_text("changed")
   git("add", "README.md")
   git("commit", "-q", "-m", "changed")
-  assert cards.has_changed(card("", commit=measured)) is True
-  assert cards.has_changed(card("", commit=measured, paths=["src"])) is False
-  assert cards.has_changed(card("", commit=None)) is None
-  assert cards.has_changed(card("", commit="1234567")) is None
+  cases = [(measured, "README.md"), (measured, "src"), (None, "README.md"), ("1234567", "README.md")]
+  assert [cards.has_changed(card("", commit=c, paths=[p])) for c, p in cases] == [True, False, None, None]
 
 
 def test_characters_of_shakespeare_are_tokens(tmp_path):

@@ -18,7 +18,7 @@ nitpicky = True
 highlight_language = "none"
 
 _FIRST = ("tutorial", "concepts", "questions", "coming_from", "elastic", "run_on_gke", "run_on_gpu_cluster", "on_call")
-_FOLDERS = {"How to": "how_to", "Benchmarks": "benchmarks", "Decisions": "decisions"}
+_FOLDERS = {"How to": "how_to", "Benchmarks": "benchmarks", "Results": "results", "Decisions": "decisions"}
 
 
 def setup(app: Sphinx) -> None:

@@ -37,7 +37,15 @@ def test_the_rates_are_those_of_the_trainer_and_norms_do_not_decay():
   assert [work.decays(name) for name in names] == [False, False, False, True]
 
 
-def test_an_unknown_model_is_refused(capsys):
+@pytest.mark.parametrize(
+  ("given", "message"),
+  [
+    (["--models", "qwen3,gpt2"], "--models gpt2: must be of qwen3, llama, qwen3-moe"),
+    (["--python", "no-such-python"], "--python no-such-python: is not a command"),
+    (["--steps", "0"], "must be a whole number of at least 1"),
+  ],
+)
+def test_wrong_arguments_are_refused(given, message, capsys):
   with pytest.raises(SystemExit):
-    command.arguments(["folder", "--models", "qwen3,gpt2"])
-  assert "--models gpt2: must be of qwen3, llama, qwen3-moe" in capsys.readouterr().err
+    command.arguments(["folder", *given])
+  assert message in capsys.readouterr().err

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -66,6 +67,8 @@ def arguments(argv: list[str]) -> argparse.Namespace:
   args.models = args.models.split(",")
   if unknown := sorted(set(args.models) - PROGRAMS.keys()):
     parser.error(f"--models {','.join(unknown)}: must be of {', '.join(PROGRAMS)}")
+  if not shutil.which(args.python):
+    parser.error(f"--python {args.python}: is not a command. Give the Python 3.12 that makes the environments")
   return args
 
 
@@ -75,19 +78,21 @@ def environment(folder: Path, name: str, python: str) -> Path:
   found = place / "bin" / "python"
   if not (place / "complete").exists():
     subprocess.run([python, "-m", "venv", "--clear", place], check=True)
-    subprocess.run([found, "-m", "pip", "install", "--quiet", *REQUIREMENTS[name]], check=True)
+    subprocess.run([found, "-m", "pip", "install", "--quiet", "uv"], check=True)  # pip gives up on MaxText's versions
+    subprocess.run([found, "-m", "uv", "pip", "install", "--python", found, *REQUIREMENTS[name]], check=True)
     (place / "complete").touch()
   return found
 
 
 def run(folder: Path, model: str, program: str, python: str) -> None:
-  """Trains `model` with `program`, with its output in log.txt. Ends this process if it fails."""
+  """Trains `model` with `program`, with its output in {program}.txt. Ends this process if it fails."""
   name, _, option = program.partition("-")
   if name == "trainer":
     command = [sys.executable, "-m", "end_to_end.four_programs.with_trainer"]
   else:
     command = [environment(folder, name, python), str(Path(__file__).parent / f"with_{name}.py")]
   variables = {"PYTHONPATH": os.pathsep.join(sys.path) if name == "trainer" else "", "JAX_PLATFORMS": "cpu"}
+  shutil.rmtree(folder / model / program, ignore_errors=True)  # of an interrupted run
   log = folder / model / f"{program}.txt"
   with log.open("wb") as file:
     done = subprocess.run(
@@ -108,6 +113,8 @@ def main() -> int:
     if not (folder / model).exists():
       (folder / model).mkdir(parents=True)
       inputs.make(folder / model, work(model, args.steps))
+    elif common.read(folder / model) != work(model, args.steps):
+      sys.exit(f"{folder / model} has another experiment. Give another folder, or the same --steps.")
     for program in PROGRAMS[model]:
       if not (folder / model / program / "curve.csv").exists():
         print(f"{model}: {program}", flush=True)

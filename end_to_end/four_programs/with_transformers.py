@@ -1,8 +1,9 @@
 """Trains with transformers and torch. Runs as a script in an environment with both.
 
-    python with_transformers.py FOLDER [own]
+    python with_transformers.py FOLDER [own|rounded]
 
-Experts are balanced by the loss of this project, or with `own` by that of transformers.
+Experts are balanced by the loss of this project, or with `own` by that of transformers. `rounded` rounds a tied head to
+bfloat16, as MaxText does.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ import torch
 import transformers
 
 
-def main(folder: Path, own: bool) -> None:
-  """Leaves transformers/curve.csv and transformers/model in `folder`; with `own`, transformers-own/..."""
-  work, out = common.read(folder), folder / ("transformers-own" if own else "transformers")
+def main(folder: Path, option: str) -> None:
+  """Leaves transformers/curve.csv and transformers/model in `folder`; with an option, transformers-{option}/..."""
+  work, out = common.read(folder), folder / (f"transformers-{option}" if option else "transformers")
   out.mkdir()
   torch.set_num_threads(1)  # for so small a model, threads wait for one another most of the time
   model = transformers.AutoModelForCausalLM.from_pretrained(
     folder / "model", dtype=torch.float32, attn_implementation="eager"
   )
+  if option == "rounded":
+    model.lm_head.forward = lambda x: torch.nn.functional.linear(x, model.lm_head.weight.bfloat16().float())
   groups = [
     {
       "params": [w for name, w in model.named_parameters() if work.decays(name) is yes],
@@ -41,7 +44,7 @@ def main(folder: Path, own: bool) -> None:
     if experts:
       balance, load, gap = balance_loss(output.router_logits, load, model.config.num_experts_per_tok)
       print(f"step {len(curve) + 1}: the last chosen expert of a token leads by at least {gap:.1e}", flush=True)
-      total = loss + work.balance * (output.aux_loss if own else balance)
+      total = loss + work.balance * (output.aux_loss if option == "own" else balance)
     optimizer.zero_grad()
     total.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), work.clip)
@@ -70,4 +73,4 @@ def balance_loss(logits, load, k: int):
 
 
 if __name__ == "__main__":
-  main(Path(sys.argv[1]), sys.argv[2:] == ["own"])
+  main(Path(sys.argv[1]), "".join(sys.argv[2:]))

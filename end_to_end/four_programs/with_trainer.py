@@ -1,0 +1,70 @@
+"""Trains with this project: the library, in this process."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+from end_to_end.four_programs import common
+
+import trainer
+from trainer.weights import hf_config
+
+
+class Tokens(trainer.Source):
+  """The rows of tokens.npy, in their order."""
+
+  name = "tokens.npy"
+
+  def __init__(self, folder: Path) -> None:
+    self._tokens = np.load(folder / "tokens.npy")
+
+  def example(self, index: int) -> trainer.Example:
+    row = self._tokens[index % len(self._tokens)]
+    positions = np.arange(len(row) - 1, dtype=np.int32)
+    ones = np.ones_like(positions)
+    return trainer.Example(row[:-1], row[1:], ones.astype(np.float32), positions, ones)
+
+  def fingerprint(self) -> str:
+    return "tokens.npy"
+
+
+def main(folder: Path) -> None:
+  """Leaves trainer/curve.csv and trainer/model in `folder`."""
+  work = common.read(folder)
+  model = hf_config.keys(common.config_of(folder), str(folder / "model"))
+  config = trainer.load(
+    "configs/base.yml",
+    **model,
+    run_name="trainer",
+    base_output_directory=str(folder),
+    load_parameters_path=str(folder / "model"),
+    dtype="float32",
+    max_target_length=work.length,
+    per_device_batch_size=work.rows,
+    steps=work.steps,
+    learning_rate=work.peak,
+    learning_rate_schedule_steps=work.schedule_steps,
+    warmup_steps_fraction=work.warmup / work.schedule_steps,
+    learning_rate_final_fraction=work.final,
+    adam_weight_decay=work.decay,
+    adam_b1=work.b1,
+    adam_b2=work.b2,
+    adam_eps=work.epsilon,
+    gradient_clipping_threshold=work.clip,
+    checkpoint_period=work.steps,
+    eval_steps=0,
+    sample_prompt="",
+    enable_report=False,
+    devices_per_slice=1,
+    num_slices=1,
+  )
+  run, curve = trainer.Run(config, source=Tokens(folder)), []
+  assert run.train([lambda record: curve.append((record.loss, record.grad_norm))]), "the run did not complete"
+  common.write_curve(folder / "trainer" / "curve.csv", curve)
+  trainer.export_run(run.directory, str(folder / "trainer" / "model"))
+
+
+if __name__ == "__main__":
+  main(Path(sys.argv[1]))

@@ -1,50 +1,54 @@
 """Whether the host at the other end of a TCP connection is dead: no packet comes back, and nobody refuses.
 
-The other system acknowledges what it receives, and answers the probes of a connection without data, also while the
-process there is busy or stopped. On Linux; elsewhere no host is ever found dead.
+The other system acknowledges what it receives, also while the process there is busy or stopped. On Linux; elsewhere no
+host is ever found dead.
 """
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 
 CHECK_SECONDS = 0.05  # from one check to the next
-_SILENT_SECONDS = 1.0  # without a packet; then the system sends a probe
-_UNANSWERED_SECONDS = 0.25  # that a probe or a repeated packet waits at least: a busy system answers late
+_ASK_SECONDS = 0.5  # without a packet: then the other system is asked
+_SILENT_SECONDS = 1.0  # without a packet
+_UNANSWERED_SECONDS = 0.25  # that repeated packets get no answer: a busy system answers late
+_MOST_LATE_SECONDS = 0.1  # that one check adds to this time: where checks come late, answers come late too
 _FRESH_SECONDS = 1.0  # an earlier check says nothing after so long
 _INFO = struct.Struct("=8B13I")  # the beginning of tcp_info of Linux
-_RETRANSMITS, _PROBES, _BACKOFF, _LAST_DATA, _LAST_ACK = 2, 3, 4, 19, 20  # indices of its fields; times in milliseconds
+_RETRANSMITS, _BACKOFF, _UNACKED, _LAST_DATA, _LAST_ACK = 2, 4, 12, 19, 20  # indices of its fields; in milliseconds
 
 
 class Liveness:
   """Watches one connection."""
 
-  def __init__(self, sock: socket.socket) -> None:
-    self._sock = sock
-    self._checked = self._unanswered_since = -_FRESH_SECONDS
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if sys.platform == "linux":
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, round(_SILENT_SECONDS))
-      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, round(_SILENT_SECONDS))
+  def __init__(self, sock: socket.socket, ask: Callable[[], None]) -> None:
+    """ask(): sends a few bytes, which the other side ignores, if no bytes wait to be sent. Their loss is repeated by
+    the system, so one lost packet is no dead host."""
+    self._sock, self._ask = sock, ask
+    self._checked, self._unanswered = 0.0, 0.0
+    self._is_watched = False  # a process on this host has no other host
+    with contextlib.suppress(OSError):  # it is broken
+      self._is_watched = sys.platform == "linux" and sock.getpeername()[:1] != sock.getsockname()[:1]
 
   def is_dead(self) -> bool:
     """Whether the other host is dead, as this call and earlier calls show: call it several times a second."""
-    if sys.platform != "linux":
+    if not self._is_watched:
       return False
     try:
       info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     except OSError:  # closed: another thread has noticed the end
       return False
-    # With a backoff, the probes ask whether a full buffer there has room again: such an answer may be left out.
-    asked = info[_RETRANSMITS] > 1 or (info[_PROBES] and not info[_BACKOFF])
-    if not asked or min(info[_LAST_DATA], info[_LAST_ACK]) < 1000 * _SILENT_SECONDS:
-      self._checked = -_FRESH_SECONDS
+    now, silent = time.monotonic(), min(info[_LAST_DATA], info[_LAST_ACK]) / 1000
+    late, self._checked = now - self._checked, now
+    if not info[_RETRANSMITS]:
+      self._unanswered = 0.0
+      if silent > _ASK_SECONDS and not info[_UNACKED] and not info[_BACKOFF]:  # backoff: the buffer there is full
+        self._ask()
       return False
-    now = time.monotonic()
-    if now - self._checked >= _FRESH_SECONDS:
-      self._unanswered_since = now
-    self._checked = now
-    return now - self._unanswered_since >= _UNANSWERED_SECONDS
+    self._unanswered = min(late, _MOST_LATE_SECONDS) + (self._unanswered if late < _FRESH_SECONDS else 0.0)
+    return silent >= _SILENT_SECONDS and self._unanswered >= _UNANSWERED_SECONDS

@@ -15,6 +15,7 @@ import pytest
 from tests.support.command import ROOT
 from tests.support.exchange_members import Members, random_shares
 
+from worlds import addresses
 from worlds.exchange import PeerLost
 from worlds.liveness import CHECK_SECONDS, Liveness
 from worlds.membership import wire
@@ -26,14 +27,15 @@ from worlds.membership.server import Server
 NETWORK = ["unshare", "--user", "--map-root-user", "--net"]
 LIMIT = 3.0  # 1.5 where no other program runs
 TOKEN = b"a token of hosts"
+HOST = "127.0.0.2"  # who connects there has the address 127.0.0.1, as if these were two hosts
 
 
 def test_a_peer_that_reads_nothing_lives():
   """Its buffer fills, and the system asks it again and again whether there is room."""
-  with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as sock:
+  with socket.create_server((HOST, 0)) as server, socket.create_connection(server.getsockname()) as sock:
     peer, _ = server.accept()
     with peer:
-      ours, theirs = Liveness(sock), Liveness(peer)
+      ours, theirs = Liveness(sock, lambda: sock.send(b"?")), Liveness(peer, lambda: peer.send(b"?"))
       sock.setblocking(False)
       end = time.monotonic() + 2.5
       while time.monotonic() < end:
@@ -62,7 +64,7 @@ def watched() -> None:
   """Two members wait for a third one in a sum, and a supervisor for a member that computes."""
   subprocess.run("ip link set lo up".split(), check=True)
   size, noticed, killed = 3000, {}, threading.Event()
-  those, shares = Members(3), random_shares(3, 3000)
+  those, shares = Members(3, host=HOST), random_shares(3, 3000)
   those.connect()
 
   def reduce(member: int) -> None:
@@ -71,7 +73,8 @@ def watched() -> None:
     except PeerLost as error:
       noticed[member] = time.monotonic(), str(error)
 
-  with contextlib.closing(Server(Coordinator(RunRules(1, 1, 1)), TOKEN, kill=lambda *_: killed.set())) as server:
+  where, kill = addresses.listen(HOST, 0, 1), lambda *_: killed.set()
+  with contextlib.closing(Server(Coordinator(RunRules(1, 1, 1)), TOKEN, listener=where, kill=kill)) as server:
     channel = wire.connect(server.address, TOKEN)
     channel.send(message("hello", member=0, lane=0, lanes=1, address="127.0.0.1:1"))
     threads = [threading.Thread(target=reduce, args=(member,)) for member in (0, 1)]

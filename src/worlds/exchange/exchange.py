@@ -79,7 +79,8 @@ class Exchange:
     streams = [(member, stream) for member in sorted(peers) for stream in range(self._streams)]
     # Of two members, the one with the higher id connects.
     self._listener.begin(epoch, [(member, stream) for member, stream in streams if member > self._member])
-    calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in streams if m < self._member}
+    # It begins with the ids next to it, so that not all members connect to the first one at once.
+    calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in reversed(streams) if m < self._member}
     deadline = time.monotonic() + self._connect_seconds
     with self._in_epoch():
       for call, sock in sorted(dial(self._token, calls, self._stop, deadline).items()):

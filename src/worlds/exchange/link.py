@@ -77,6 +77,7 @@ class Kind(IntEnum):
   TOTAL = 2  # the sum of all shares of the part of a bucket that the sender sums
   STATE_HEADER = 3  # JSON that describes the arrays of a state
   STATE_ARRAY = 4  # a chunk of the bytes of one array of a state
+  QUESTION = 5  # nothing: whether the host lives
 
 
 # magic, kind, share or array, bucket or chunk, call, bytes and checksum of the payload. The CRC-32 of these fields
@@ -131,7 +132,8 @@ class Link:
     self._missing = memoryview(self._header)  # what is to be filled next, of the header or of the payload
     self._frame: Frame | None = None  # the one whose payload is being received
     self._payload = _NOTHING  # its memory
-    self._liveness = Liveness(sock)
+    self._liveness = Liveness(sock, self._ask)
+    self._lock = threading.RLock()  # of the bytes to send
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
@@ -143,11 +145,16 @@ class Link:
     checksum, if it is known."""
     number = checksum(payload) if known is None else known
     fields = _FIELDS.pack(_MAGIC, kind, share, bucket, call, len(payload), number)
-    self._waiting += (memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload)
-    self.unsent += _HEADER_BYTES + len(payload)
+    with self._lock:
+      self._waiting += (memoryview(fields + _CHECKSUM.pack(zlib.crc32(fields))), payload)
+      self.unsent += _HEADER_BYTES + len(payload)
 
   def flush(self) -> bool:
     """Sends what the connection accepts now. Returns whether it accepted everything."""
+    with self._lock:
+      return self._flush()
+
+  def _flush(self) -> bool:
     while self.unsent:
       try:
         sent = self._sock.sendmsg(itertools.islice(self._waiting, _MOST_BUFFERS))
@@ -204,6 +211,12 @@ class Link:
     if self._liveness.is_dead():
       raise PeerLost([self.member], "the peer's host does not answer")
 
+  def _ask(self) -> None:
+    with self._lock:
+      if not self.unsent:
+        self.post(Kind.QUESTION, 0, 0, 0, _NOTHING)
+        self._flush()
+
   def _wait(self, event: int) -> None:
     """Returns when `event` is pending, or from time to time."""
     try:
@@ -236,6 +249,9 @@ class Link:
     ):
       raise PeerLost([self.member], "the header of a frame is damaged")
     frame = Frame(*fields)
+    if frame.kind == Kind.QUESTION:
+      self._missing = memoryview(self._header)
+      return
     into = begin(frame)
     if frame.length != len(into):
       raise MismatchedCall(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import hmac
+import itertools
 import os
 import select
 import selectors
@@ -19,12 +20,13 @@ from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
 
-HANDSHAKE_SECONDS = 2.0
+HANDSHAKE_SECONDS = 5.0  # of a caller that is busy too
 MOST_PENDING = 64  # strangers, connections without a handshake; one more closes the oldest, so that they block nobody
 _BACKLOG = 4096  # the system limits it
 REACH_SECONDS = 1.4  # the system of a host that lives answers at once, also for a process that is busy or stopped
 _ASK_SECONDS = 0.35  # from one attempt to reach it to the next: packets may be lost
 _LOOK_SECONDS = 0.1  # at the time limits of attempts
+_AT_ONCE = 8  # connections that a member makes at the same time: more, and a busy machine answers none of them in time
 _PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descriptors are used up
 
 
@@ -201,8 +203,8 @@ _Steps = Generator[tuple[socket.socket, int, float], bool, socket.socket]
 def dial(
   token: bytes, peers: Mapping[handshake.Call, str], stop: Stop, deadline: float
 ) -> dict[handshake.Call, socket.socket]:
-  """Makes the connections {call: address of its listener, "host:port"} at the same time, each with a handshake in both
-  directions.
+  """Makes the connections {call: address of its listener, "host:port"}, several at the same time, each with a handshake
+  in both directions.
 
   Raises Unreachable if one is not made in REACH_SECONDS, PeerLost if a listener refuses or does not prove that it has
   the token, and at `deadline`; Stopped if `stop` is set.
@@ -222,10 +224,10 @@ def dial(
       waiting[sock.fileno()] = call, steps, until
 
   try:
-    for call, address in peers.items():
-      advance(call, _connect(token, address, call, deadline), None)
-    look_at = 0.0
-    while waiting:
+    left, look_at = iter(peers.items()), 0.0
+    while len(made) < len(peers):
+      for call, address in itertools.islice(left, _AT_ONCE - len(waiting)):
+        advance(call, _connect(token, address, call, deadline), None)
       found = {number: True for number, _ in poll.poll(1000 * _LOOK_SECONDS)}
       if stop.is_set:
         raise Stopped

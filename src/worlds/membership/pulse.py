@@ -12,7 +12,7 @@ _FACTOR = 3.0  # the limit is this multiple of the 99th percentile of the step t
 _LATER_SECONDS = 1.0  # how much later an exchange that stands still counts: a member's silence says more
 _START_SILENCE_SECONDS = 30.0  # limit while a member imports and compiles, which delays the thread of its signs
 _BUSY_SECONDS = 1800.0  # limit while a member saves or samples: such work has its own limits
-_LATE_SECONDS = 0.75  # since the last of the signs that a process gives twice a second
+_LATE_SECONDS = 0.6  # since the last of the signs that a process gives twice a second
 _MOST_LATE_SECONDS = 0.5  # that a reading of the clock adds: the supervisor reads it every 0.1 s
 
 

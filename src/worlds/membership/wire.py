@@ -29,6 +29,7 @@ _LARGE_BYTES, _MOST_UNPACKED_BYTES = 1 << 12, 1 << 23
 _SEND_BUFFER_BYTES = 1 << 20  # of the supervisor's side, as far as the system allows
 _DEAD_SECONDS = 15  # after which a connection ends if the other host answers nothing at all
 _LENGTH = struct.Struct("!I")
+_QUESTION = {"kind": "alive"}  # whether the other host lives, which its system answers
 
 
 class WireError(Exception):
@@ -71,7 +72,7 @@ class Channel:
     self._out, self._in = (b"supervisor", b"member") if serves else (b"member", b"supervisor")
     self._sent = self._received = 0
     self._lock = threading.Lock()
-    self._liveness = Liveness(sock)
+    self._liveness = Liveness(sock, self._ask)
 
   def send(self, message: dict[str, Any] | Body) -> None:
     """Sends one message; one for many sides is encoded once, as a Body. Raises OSError if the connection is broken. The
@@ -106,11 +107,15 @@ class Channel:
       raise WireError(f"sent a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
-    return message
+    return message if message != _QUESTION else self.receive()
 
   def is_dead(self) -> bool:
     """See Liveness."""
     return self._liveness.is_dead()
+
+  def _ask(self) -> None:
+    with contextlib.suppress(OSError):  # the thread that reads this connection reports its end
+      self.send(_QUESTION)
 
   @property
   def local_host(self) -> str:

@@ -75,6 +75,7 @@ class Peers:
     self._base = 0  # the epoch of that message
     self._holds = False
     self._connected = False  # the exchange is connected for this epoch
+    self._changes = False  # the next epoch follows the last commit
     self._role = False  # is_primary when on_role was called last
 
   @property
@@ -117,6 +118,7 @@ class Peers:
     elif kind == "commit":
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
+      self._changes = bool(received["changes"])
       self._announce_role()
     elif kind == "interrupt":
       self.interrupted = True
@@ -149,7 +151,7 @@ class Peers:
       self.addresses = self.of_this_lane(self._lanes)
       self.dealt = {int(member): from_ranges(ranges) for member, ranges in self._ranges.items()}
       self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
-    self._connected, self._holds = False, holds
+    self._connected, self._holds, self._changes = False, holds, False
     self.set_primary(int(received["primary"]))  # first: the primary records the change
     joined = tuple(sorted(frozenset(self.members) - before)) if before else ()
     sizes = self.members, len(before) or len(self.members)
@@ -189,6 +191,8 @@ class Peers:
     the evaluation under way is interrupted. Raises RunEnded and SupervisorLost.
     """
     self._read_waiting()
+    while self._changes:
+      self._handle_change(self.membership.next())
     while not self._connected and not self.interrupted:
       if self._holds:
         self._handle_change(self.membership.next())

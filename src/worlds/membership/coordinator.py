@@ -336,20 +336,22 @@ class Coordinator(Epochs):
     alone = bool(self._leaving) and not staying and not self._joiners()
     stop = step is not None and (self.stopping or alone)
     leave = sorted(self._leaving) if step is not None and staying and not stop else []
-    committed = message("commit", epoch=self.epoch, round=round_name, stop=stop, leave=leave, seconds={})
+    epoch, active, primary = self.epoch, sorted(self.active), self.primary
+    follows = [] if stop else self._change_after(step, seconds, leave)
+    committed = message(
+      "commit", epoch=epoch, round=round_name, stop=stop, leave=leave, changes=self.epoch > epoch, seconds={}
+    )
     recorded = committed | {"seconds": seconds}  # the primary writes the records
-    effects: Effects = [
-      Send(member, recorded if member == self.primary else committed) for member in sorted(self.active)
-    ]
-    if stop:
-      return effects
-    if step is not None:
-      effects += self._follow_speeds(step, seconds)
+    return [*(Send(member, recorded if member == primary else committed) for member in active), *follows]
+
+  def _change_after(self, step: int | None, seconds: dict[str, float], leave: list[int]) -> Effects:
+    """What follows a commit: slow members are named, some leave, others join, and shares move."""
+    effects = [] if step is None else self._follow_speeds(step, seconds)
     joins = self.clock() - self._changed_at >= self._rules.join_interval or bool(self._leaving)
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
       return effects + self._deal_again()
-    self._source = max(staying or self.live)  # sends its state to the joiners: it has committed this round
+    self._source = max(self.live - self._leaving or self.live)  # sends its state to the joiners: it has this round
     self._let_go(leave)
     self.active |= set(joiners)
     return effects + self._world(keeps=False)

@@ -69,8 +69,9 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # keeps it, and says so.
   "regather": {},
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
+  # changes: `world` or `hold` follows at once: wait for it, because a member that computes keeps the others waiting.
   # seconds: {id: seconds that it computed}, for the primary; the others get {}.
-  "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "seconds": dict},
+  "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "changes": bool, "seconds": dict},
   # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
   "failing": {"member": int, "host": str, "error": str, "times": int, "pause_seconds": _NUMBER},
   # The member needs so many times the median of all members for a share, since this step. 1: not any more. It has so

@@ -170,6 +170,16 @@ def test_the_members_are_told_what_the_log_says():
   }  # fmt: skip
 
 
+def test_a_commit_says_whether_an_epoch_follows():
+  """A member that began to compute before it knows of the epoch would hold up all others."""
+  steps = Steps()
+  commits = lambda: {effect.message["changes"] for effect in steps.do() if effect.message["kind"] == "commit"}
+  assert commits() == {False}
+  steps.run.lost(5, "killed")
+  steps.joins(5)
+  assert commits() == {True} and commits() == {False}
+
+
 def test_a_member_that_has_left_is_not_judged():
   steps = Steps()
   steps.notes(20)

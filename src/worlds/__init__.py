@@ -11,7 +11,7 @@ environment (`place`) and joins the run (`join`):
   sums = peers.exchange.reduce(...)                   # the same bits on every member; raises PeerLost
   seconds = peers.commit("step 1")                    # raises MembershipChanged: exchange the same sums again
 
-Modules, from the bottom: `addresses`, `lines`, `interruptions`, `place`, `membership` (messages, connections, the
-coordinator's state machine and its server), `exchange` (sums between members, over TCP), `peers`, `join`, `workers`,
-`supervisor`, `agent`.
+Modules, from the bottom: `addresses`, `lines`, `liveness`, `interruptions`, `place`, `membership` (messages,
+connections, the coordinator's state machine and its server), `exchange` (sums between members, over TCP), `peers`,
+`join`, `workers`, `supervisor`, `agent`.
 """

@@ -107,7 +107,7 @@ class Channel:
       raise WireError(f"sent a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
-    return message if message != _QUESTION else self.receive()
+    return self.receive() if message == _QUESTION else message
 
   def is_dead(self) -> bool:
     """See Liveness."""

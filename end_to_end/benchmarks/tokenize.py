@@ -1,16 +1,19 @@
 """Tokens per second of trainer.tools.tokenize, and of the library tokenizers alone on the same text and cores.
 
-    python -m end_to_end.benchmarks.tokenize [--copies 4] [--rounds 3]
+    python -m end_to_end.benchmarks.tokenize [--copies 4] [--rounds 3] [--fast]
 
 The text is the sources of the Python standard library, in --copies copies, as JSONL. The tokenizer is a BPE of 4,096
 ids that is trained on it before. The tool reads, tokenises, packs and writes windows with one process per core. Its
 seconds include the start of all processes. The library encodes the same texts, which are in memory, in batches of about
 2 million characters with one thread per core. Prints the best of --rounds rounds, in turn.
+
+--fast: instead of the library, the tool with --fast. The files of both must have the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -19,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from end_to_end.benchmarks.common import positive
 from tests.support.command import ROOT
@@ -45,6 +49,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--copies", type=positive, default=4)
   parser.add_argument("--rounds", type=positive, default=3)
+  parser.add_argument("--part-megabytes", type=positive, default=2)
+  parser.add_argument("--fast", action="store_true")
   args = parser.parse_args()
   texts = [
     text for piece in corpus.find("", "") for text in corpus.documents(piece) if not isinstance(text, BadRecord)
@@ -58,11 +64,21 @@ def main() -> None:
     keys = f"dataset_type=grain grain_file_type=jsonl grain_train_files={folder}/text.jsonl tokenizer_type=bpe"
     places = f"tokenizer_path={folder}/tokenizer.json dataset_cache_directory={folder} base_output_directory={folder}"
 
-    def tool(number: int) -> int:
-      options = f"vocab_size=4096 --records=windows --part-megabytes=2 --output={folder}/{number}"
+    def tool(output: str, *more: str) -> int:
+      options = f"vocab_size=4096 --records=windows --part-megabytes={args.part_megabytes} --output={folder}/{output}"
       command = [sys.executable, "-m", "trainer.tools.tokenize", "configs/base.yml"]
-      subprocess.run([*command, *f"{keys} {places} {options}".split()], check=True, cwd=ROOT, capture_output=True)
-      return json.loads((folder / str(number) / "manifest.json").read_text())["totals"]["train"]["tokens"]
+      subprocess.run(
+        [*command, *f"{keys} {places} {options}".split(), *more], check=True, cwd=ROOT, capture_output=True
+      )
+      return manifest(output)["totals"]["train"]["tokens"]
+
+    def manifest(output: str) -> dict[str, Any]:
+      return json.loads((folder / output / "manifest.json").read_text())
+
+    def fast(number: int) -> int:
+      tokens = tool(f"{number}-fast", "--fast")
+      assert manifest(str(number))["files"] == manifest(f"{number}-fast")["files"], "other bytes"  # by their hashes
+      return tokens
 
     def library() -> int:
       tokens, batch, size = 0, [], 0
@@ -74,9 +90,13 @@ def main() -> None:
           batch, size = [], 0
       return tokens + sum(map(len, tokenizer.encode_batch(batch)))
 
-    rounds = [(timed(lambda number=number: tool(number)), timed(library)) for number in range(args.rounds)]
+    rounds = []
+    for number in range(args.rounds):
+      other = functools.partial(fast, number) if args.fast else library
+      rounds.append((timed(functools.partial(tool, str(number))), timed(other)))
   print(f"{len(texts):,} documents, {sum(map(len, texts)) / 1e6:.1f} million characters, {os.cpu_count()} cores")
-  for label, found in zip(("trainer.tools.tokenize", "tokenizers alone"), zip(*rounds), strict=True):
+  labels = "trainer.tools.tokenize", "with --fast" if args.fast else "tokenizers alone"
+  for label, found in zip(labels, zip(*rounds), strict=True):
     rate, per_cpu, tokens = (max(values) for values in zip(*found))
     print(f"{label:24} {rate:12,.0f} tokens/s {per_cpu:12,.0f} per CPU second ({tokens:,} tokens)")
 

@@ -67,7 +67,9 @@ def watch(directory: str) -> None:
   else:
     method, address = "PUT", f"{os.environ['AWS_ENDPOINT_URL']}/{place}"
   record = json.dumps(json.loads(last) | {"step": 3}).encode()
-  urllib.request.urlopen(urllib.request.Request(address, record, method=method), timeout=60)
+  # With the type that urllib sends by itself, moto's server takes the bytes for a form, and stores none.
+  request = urllib.request.Request(address, record, {"Content-Type": "application/octet-stream"}, method=method)
+  urllib.request.urlopen(request, timeout=60)
   print(page.state().notice)
 
 

@@ -35,7 +35,9 @@ _AFTER_WORD = r" \t\r\n,;()=\u3001\u3002\uff0c"
 # Where a text may be cut: each of the patterns below ends a word there.
 _SEAM = re.compile(rf"(?<=[0-9{_LETTER}])(?=[{_AFTER_WORD}])")
 _NFC = re.compile("[\u0300-\U0010ffff]")  # NFC changes no text of other characters
-_UNLIKE = r"'\u017f|\t[^\s\w]|\t_|[\x0b\x0c]"  # where tokie ends words elsewhere
+# Where tokie ends words elsewhere.
+_UNLIKE = "'\u017f", "\x0b", "\x0c"
+_UNLIKE_TAB = re.compile(r"\t(?:[^\s\w]|_)")
 _LETTERS = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -57,6 +59,8 @@ class FastTokenizer(BpeTokenizer):
   def __init__(self, json_text: str, bos_token: str = "", eos_token: str = "") -> None:
     """Raises ConfigError if tokie is absent, or this kind of tokenizer is not known to have the same ids there."""
     super().__init__(json_text, bos_token, eos_token)
+    import tokenizers
+
     tokie = packages.load(PACKAGE, package=PACKAGE, extra="fast", reason="--fast")
     content = json.loads(json_text)
     if wrong := _unsupported(content):
@@ -64,8 +68,11 @@ class FastTokenizer(BpeTokenizer):
     added = content.get("added_tokens") or []
     self._normalizes = content.get("normalizer") is not None
     self._added = re.compile("|".join(re.escape(token["content"]) for token in added) or "(?!)")
-    special = [re.escape(token["content"]) for token in added if token["special"]]
-    self._exact = re.compile("|".join([*special, _UNLIKE]))
+    special = [token["content"] for token in added if token["special"]]
+    self._special = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    self._special_begins = {name[:2] for name in special}  # found many times as fast as a pattern
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    self._has_all_bytes = content["model"]["vocab"].keys() >= {*alphabet}
     with tempfile.TemporaryDirectory() as folder:
       path = Path(folder) / "tokenizer.json"
       path.write_text(json.dumps(content | {"normalizer": None, "post_processor": None}), encoding="utf-8")
@@ -75,31 +82,40 @@ class FastTokenizer(BpeTokenizer):
         raise ConfigError(f"--fast: {PACKAGE} cannot read this tokenizer ({error}). {_REMEDY}") from error
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-    texts = [encodable(text) for text in texts]
-    parts = [self._parts(text) for text in texts]
-    exact = iter(super().encode_batch([text for text, some in zip(texts, parts) if not some]))
-    return [np.concatenate([self._encode(part) for part in some]) if some else next(exact) for some in parts]
+    parts = [list(self._parts(encodable(text))) for text in texts]
+    exact = iter(super().encode_batch([part for some in parts for part, is_exact in some if is_exact]))
+    return [
+      np.concatenate([next(exact) if is_exact else self._encode(part) for part, is_exact in some]) for some in parts
+    ]
+
+  def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
+    return (0, 0) if self._has_all_bytes else super().lost(text, ids)
 
   def _encode(self, part: str) -> np.ndarray:
-    return np.array(self._fast.encode(part, add_special_tokens=False).ids, np.int32)
+    ids, _ = self._fast.encode_batch_flat([part], add_special_tokens=False)
+    return ids.view(np.int32)
 
-  def _parts(self, text: str) -> list[str]:
-    """The normalized text in parts for tokie; [] if tokie may give it other ids."""
-    if self._exact.search(text):
-      return []
-    if self._normalizes and _NFC.search(text):
+  def _parts(self, text: str) -> Iterator[tuple[str, bool]]:
+    """Yields the parts of a text, and whether tokie may give them other ids."""
+    if any(begin in text for begin in self._special_begins) and self._special.search(text):
+      yield text, True
+      return
+    if self._normalizes and not text.isascii() and _NFC.search(text):
       if self._added.search(text):
-        return []
+        yield text, True
+        return
       text = self.normalized(text)
-    parts: list[str] = []
     longest, begin = _LONGEST if text.isascii() else _LONGEST // 4, 0
     while len(text) - begin > longest:
       seam = _SEAM.search(text, begin + longest // 2, begin + longest)
-      if seam is None:
-        return []
-      parts.append(text[begin : seam.start()])
-      begin = seam.start()
-    return [*parts, text[begin:]]
+      is_long = seam is None
+      if is_long and (seam := _SEAM.search(text, begin + longest)) is None:
+        yield text[begin:], True
+        return
+      part, begin = text[begin : seam.start()], seam.start()
+      yield part, is_long or _is_unlike(part)
+    part = text[begin:]
+    yield part, _is_unlike(part)
 
   def compare(self, texts: Sequence[str], where: Callable[[int], str]) -> None:
     """Raises ConfigError for the first text with other ids than in `tokenizers`: names it, and the first other token.
@@ -166,6 +182,10 @@ def make(given: Tokenizer | None, splits: Mapping[str, Documents], max_bad_recor
     fast.compare_first(documents, max_bad_records)
   fast.compare_vocabulary()
   return fast
+
+
+def _is_unlike(part: str) -> bool:
+  return any(some in part for some in _UNLIKE) or ("\t" in part and _UNLIKE_TAB.search(part) is not None)
 
 
 def _unsupported(content: dict[str, Any]) -> str:

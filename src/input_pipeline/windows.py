@@ -74,6 +74,12 @@ def targets(window: Window) -> np.ndarray:
   return found[found >= 0]
 
 
+def count_targets(window: Window) -> int:
+  """The number of `targets`."""
+  counted = np.count_nonzero(window.tokens[1:] >= 0) - np.count_nonzero(window.tokens[window.starts] >= 0)
+  return int(counted)
+
+
 def pack(window: Window, dtype: np.dtype) -> bytes:
   """The window as little-endian bytes: number of starts, starts (uint32), tokens (`dtype`)."""
   head = np.array([len(window.starts), *window.starts], "<u4")

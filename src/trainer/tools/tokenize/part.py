@@ -131,7 +131,7 @@ def _records(job: Job, groups: Iterable[Sequence[np.ndarray]], counts: dict[str,
   if job.records == "windows":
     for window in prepare.packed(job.packing, job.tokenizer)(groups, job.length):
       counts["records"] += 1
-      counts["targets"] += len(windows.targets(window))
+      counts["targets"] += windows.count_targets(window)
       yield windows.pack(window, in_place.DTYPE)
     return
   dtype = "<u2" if job.file_type == "arrayrecord_uint16" else "<i4"

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import os
+import pickle
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -282,3 +286,72 @@ def test_wrong_numbers_are_refused_with_the_rule(option, rule, capsys):
   with pytest.raises(SystemExit):
     main(["configs/base.yml", "--output=x", option])
   assert f"argument {option.partition('=')[0]}: {rule}" in capsys.readouterr().err
+
+
+# ---- on a Ray cluster
+
+
+class FakeRay(types.ModuleType):
+  """Runs each task when its result is asked for. `broken`: errors of the first results."""
+
+  class exceptions:
+    class RayError(Exception):
+      pass
+
+    class RayTaskError(RayError):
+      pass
+
+  def __init__(self, *broken: Exception) -> None:
+    super().__init__("ray")
+    self.broken, self.events = list(broken), []
+
+  def init(self, **options) -> None:
+    self.events.append(options["address"])
+
+  def shutdown(self) -> None:
+    self.events.append("shutdown")
+
+  def remote(self, function):
+    task = types.SimpleNamespace(remote=lambda *arguments: functools.partial(function, *arguments))
+    task.options = lambda **options: task
+    return task
+
+  def put(self, value):
+    return pickle.loads(pickle.dumps(value))
+
+  def wait(self, waiting, num_returns):
+    return waiting[-1:], waiting[:-1]  # they end in another order
+
+  def get(self, result):
+    if self.broken:
+      raise self.broken.pop()
+    return result()
+
+
+def test_on_ray_it_writes_the_same_bytes(tmp_path, monkeypatch, capsys):
+  source, fake = corpus(tmp_path, files=5), FakeRay()
+  assert finished(start(source, tmp_path / "here"))[0] == 0
+  arguments = [option for option in command(source, tmp_path / "ray", "--ray=auto")[3:] if "--processes" not in option]
+  monkeypatch.setitem(sys.modules, "ray", None)
+  code, text = run_in_process(arguments)
+  assert code == 2 and "--ray needs the package ray" in text and len(text.splitlines()) == 1
+  monkeypatch.setitem(sys.modules, "ray", fake)
+  with socket.create_server(("127.0.0.1", 0)) as server:
+    closed = f"127.0.0.1:{server.getsockname()[1]}"
+  for address, reason in ((closed, "Connection refused"), ("nonsense", "it has no host and port")):
+    code, text = run_in_process([*arguments, f"--ray={address}"])
+    assert code == 2 and f"--ray={address}: no Ray cluster answers there" in text and reason in text
+    assert len(text.splitlines()) == 1
+  assert not fake.events and not (tmp_path / "ray").exists()
+
+  fake.broken = [fake.exceptions.RayError("The node died.")]
+  code, text = run_in_process(arguments)
+  assert code == 1 and "part" in text and "The node died. The same command continues.\n" in text
+  fake.broken = [fake.exceptions.RayTaskError("Traceback\nModuleNotFoundError: no module")]
+  code, text = run_in_process(arguments)
+  assert code == 2 and "fails on the cluster: ModuleNotFoundError: no module" in text
+  assert fake.events == ["auto", "shutdown"] * 2
+  assert run_in_process(arguments) == (0, "") and tree(tmp_path / "ray") == tree(tmp_path / "here")
+  with pytest.raises(SystemExit):
+    main([*arguments, "--processes=999"])
+  assert "--processes: not allowed with argument --ray" in capsys.readouterr().err

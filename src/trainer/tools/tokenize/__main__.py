@@ -16,18 +16,23 @@ or in [[ ]] if the output is no terminal.
 The work is done in parts of --part-megabytes of input, one output file each, by --processes processes. After a kill at
 any moment, the same command continues. The output does not depend on kills or on the number of processes.
 
-Exit codes: 0: complete. 1: a process was killed. 2: the input is wrong. 130: Ctrl-C.
+--ray=ADDRESS: the parts are tasks of a Ray cluster, one CPU each, and their files come to FOLDER on this machine. All
+nodes need this program and must see the input files. A task that is lost is tried again, at most five times in all.
+
+Exit codes: 0: complete. 1: a process or task was killed. 2: the input is wrong. 130: Ctrl-C.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 import sys
 
 from input_pipeline.workers import WorkerLost, cores
 from trainer.config import ConfigError, load
-from trainer.tools.tokenize import run
+from trainer.tools.tokenize import on_ray, run
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +44,11 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--output", metavar="FOLDER", help="local folder, new or of the same command")
   parser.add_argument("--preview", type=_at_least_one, metavar="N", help="print the first N documents")
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
-  parser.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
+  place = parser.add_mutually_exclusive_group()
+  place.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
+  place.add_argument(
+    "--ray", metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT on one of its nodes, or ray://HOST:10001"
+  )
   parser.add_argument("--part-megabytes", type=_megabytes, default=128.0, help="input of an output file (default: 128)")
   parser.add_argument("--fast", action="store_true", help="tokenise with tokie, which is compared with tokenizers")
   options = parser.parse_intermixed_args(argv)
@@ -51,12 +60,17 @@ def main(argv: list[str] | None = None) -> int:
       run.preview(config, options.preview)
       return 0
     part_bytes = round(options.part_megabytes * 1e6)
-    run.run(config, options.output, options.records, options.processes, part_bytes, options.fast)
+    with contextlib.ExitStack() as stack:
+      write_parts = functools.partial(run.in_processes, options.processes)
+      if options.ray is not None:
+        write_parts = stack.enter_context(on_ray.connected(options.ray))
+      run.run(config, options.output, options.records, part_bytes, options.fast, write_parts)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
   except WorkerLost as error:
-    print(f"error: {error} The same command continues; fewer --processes need less memory.", file=sys.stderr)
+    remedy = "." if options.ray else "; fewer --processes need less memory."
+    print(f"error: {error} The same command continues{remedy}", file=sys.stderr)
     return 1
   except KeyboardInterrupt:
     print("\nStopped. The same command continues.", file=sys.stderr)

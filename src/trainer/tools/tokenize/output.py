@@ -86,7 +86,7 @@ class Output:
     for split in plan["inputs"]:
       (self.folder / split).mkdir(exist_ok=True)
     if isinstance(tokenizer, BpeTokenizer):
-      _write_text(self.folder / TOKENIZER, tokenizer.json_text)
+      _write_bytes(self.folder / TOKENIZER, tokenizer.json_text.encode())
 
   def path(self, part: Part) -> Path:
     """The output file of a part."""
@@ -97,6 +97,13 @@ class Output:
     """Whether the part is complete: its file has the recorded size."""
     known, path = self._known(part), self.path(part)
     return known is not None and path.is_file() and path.stat().st_size == known["bytes"]
+
+  def write(self, part: Part, data: bytes) -> None:
+    """Writes the file of a part that another machine has made. Raises ConfigError if it cannot be written."""
+    try:
+      _write_bytes(self.path(part), data)
+    except OSError as error:
+      raise ConfigError(f"{self.path(part)} cannot be written: {error}") from error
 
   def finish(self, part: Part, counts: dict[str, Any]) -> None:
     """Records that the file of a part is complete."""
@@ -150,14 +157,14 @@ class Output:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-  _write_text(path, json.dumps(value, indent=1))
+  _write_bytes(path, json.dumps(value, indent=1).encode())
 
 
-def _write_text(path: Path, text: str) -> None:
+def _write_bytes(path: Path, data: bytes) -> None:
   """Writes a whole file, also if the machine stops."""
-  new = path.with_name(f"{path.name}.new")
-  with new.open("w", encoding="utf-8") as file:
-    file.write(text)
+  new = path.with_name(f".{path.name}.new")
+  with new.open("wb") as file:
+    file.write(data)
     file.flush()
     os.fsync(file.fileno())
   new.rename(path)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,19 @@ from trainer.tools.tokenize.output import Output, Part
 from trainer.tools.tokenize.part import Job
 from trainer.tools.tokenize.progress import Progress
 
+Written = Generator[tuple[Part, dict[str, Any]], None, None]
+"""Parts and their counts, each when its file is complete."""
+WriteParts = Callable[[Job, Output, Sequence[Part], Callable[[int], None]], Written]
+"""Writes parts. The function gets the number of tokens that have been added, in any thread."""
+
 _PREVIEWED = 20_000  # characters that are tokenised at a time
 
 
-def run(config: Config, output: str, records: str, processes: int, part_bytes: int, fast: bool = False) -> None:
+def run(config: Config, output: str, records: str, part_bytes: int, fast: bool, write_parts: WriteParts) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
 
-  Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
+  write_parts: `in_processes`, or those of a cluster. Raises ConfigError for wrong input, WorkerLost if a process of
+  this tool was killed.
   """
   data, vocab_size = config.data, config.model.vocab_size
   if "://" in output:
@@ -57,7 +64,7 @@ def run(config: Config, output: str, records: str, processes: int, part_bytes: i
     if len(left) < len(parts):
       print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
     if left:
-      _write(job, folder, left, processes)
+      _write(job, folder, left, write_parts)
     folder.require_few_bad(data.max_bad_records)
     totals = folder.conclude()
   for split, total in totals.items():
@@ -94,16 +101,24 @@ def _opened(config: Config) -> tuple[dict[str, Documents], dict[str, str], Token
   return splits, digests, prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
 
 
-def _write(job: Job, folder: Output, left: Sequence[Part], processes: int) -> None:
-  """Writes the parts `left`, with so many processes."""
-  progress = Progress(sum(part.size for part in left))
-  with progress, Workers(min(processes, len(left))) as workers:
+def in_processes(
+  processes: int, job: Job, folder: Output, left: Sequence[Part], report: Callable[[int], None]
+) -> Written:
+  """Implements `WriteParts` with so many processes."""
+  with Workers(min(processes, len(left))) as workers:
 
     def write(part: Part) -> dict[str, Any]:
       work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part))
-      return workers.call(work, f"it wrote part {part.number} of {part.split}", progress.add_tokens)
+      return workers.call(work, f"it wrote part {part.number} of {part.split}", report)
 
-    for part, counts in workers.each(write, left):
+    yield from workers.each(write, left)
+
+
+def _write(job: Job, folder: Output, left: Sequence[Part], write_parts: WriteParts) -> None:
+  progress = Progress(sum(part.size for part in left))
+  written = write_parts(job, folder, left, progress.add_tokens)
+  with progress, contextlib.closing(written):
+    for part, counts in written:
       folder.finish(part, counts)
       for message in counts["bad"]:
         print(f"A bad record is skipped: {message}", flush=True)

@@ -28,7 +28,7 @@ def test_its_cells_run(server, tmp_path):
   changes = [f"steps=100=>steps=10, **{keys}", "steps=12=>steps=8", "tokens=48=>tokens=4"]
   log = tmp_path / "printed.txt"
   process = server.run(
-    "tests.support.notebook_run", [str(NOTEBOOK), str(tmp_path), *changes], {"MPLBACKEND": "Agg", "XLA_FLAGS": ""}, log
+    "tests.support.notebook_run", [str(NOTEBOOK), str(tmp_path), *changes], {"MPLBACKEND": "Agg"}, log
   )
   assert process.wait(200) == 0, log.read_text()
   printed = log.read_text()

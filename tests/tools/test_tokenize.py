@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.command import is_running
+from tests.support.command import cpu_environment, is_running
 from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_gzip, write_jsonl, write_parquet
 
 from input_pipeline import array_record, datasets
@@ -355,3 +355,25 @@ def test_on_ray_it_writes_the_same_bytes(tmp_path, monkeypatch, capsys):
   with pytest.raises(SystemExit):
     main([*arguments, "--processes=999"])
   assert "--processes: not allowed with argument --ray" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_on_a_real_cluster_that_loses_a_node_it_writes_the_same_bytes(tmp_path):
+  pytest.importorskip("ray")
+  source, output = corpus(tmp_path, files=24), tmp_path / "ray"
+  assert finished(start(source, tmp_path / "here"))[0] == 0
+  arguments = [option for option in command(source, output) if "--processes" not in option]
+  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+  environment = cpu_environment({})
+  program = [sys.executable, "-m", "tests.support.ray_cluster", "1", "1"]
+  with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as cluster:
+    try:
+      address = cluster.stdout.readline().strip()
+      process = subprocess.Popen([*arguments, f"--ray={address}"], cwd=ROOT, env=environment)
+      wait_until(lambda: list(output.glob(".unfinished/*-*.json")))
+      cluster.stdin.write("remove\n")
+      cluster.stdin.flush()
+      assert process.wait(LIMIT) == 0
+    finally:
+      cluster.stdin.close()
+  assert tree(output) == tree(tmp_path / "here")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import queue
 import socket
 import tempfile
+import threading
 import urllib.parse
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +22,8 @@ from trainer.tools.tokenize.output import Output, Part
 from trainer.tools.tokenize.part import Job
 from trainer.tools.tokenize.run import WriteParts, Written
 
-_CONNECT_SECONDS = 10.0
+_CONNECT_SECONDS = 10.0  # for a connection
+_INIT_SECONDS = 60.0  # for Ray's answer
 _TRIES = 5  # of a task whose process or node is lost
 
 
@@ -31,7 +34,7 @@ def connected(address: str) -> Iterator[WriteParts]:
   try:
     if address != "auto":
       _require_answer(address)
-    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    _connect(ray, address)
   except (OSError, RuntimeError, ValueError) as error:
     raise ConfigError(
       f"--ray={address}: no Ray cluster answers there ({' '.join(str(error).split())[:300]}). "
@@ -49,6 +52,28 @@ def _require_answer(address: str) -> None:
   if not place.hostname or not place.port:
     raise ValueError("it has no host and port")
   socket.create_connection((place.hostname, place.port), _CONNECT_SECONDS).close()
+
+
+def _connect(ray: Any, address: str) -> None:
+  """ray.init. Raises its error, or OSError after a limit: Ray waits for minutes for a server that is not Ray's."""
+  ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+  def connect() -> None:
+    try:
+      ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+      ended.put(None)
+    except (Exception, SystemExit) as error:  # noqa: BLE001 -- raised below, in the main thread
+      ended.put(error)
+
+  threading.Thread(target=connect, name="ray.init", daemon=True).start()
+  try:
+    error = ended.get(timeout=_INIT_SECONDS)
+  except queue.Empty:
+    raise OSError(f"no answer of Ray in {_INIT_SECONDS:g} s") from None
+  if isinstance(error, SystemExit):
+    raise OSError(f"Ray gave up with {error.code}") from error
+  if error:
+    raise error
 
 
 def _write_parts(ray: Any, job: Job, folder: Output, left: Sequence[Part], report: Callable[[int], None]) -> Written:

@@ -114,7 +114,7 @@ class StepFolders:
       at, steps = 0.0, self.steps()[-1:]
       for step in steps:
         with contextlib.suppress(OSError):
-          at = float((self.directory / str(step) / COMMIT).stat().mtime)
+          at = files.modified(self.directory / str(step) / COMMIT)
       return [(step, at) for step in steps]
 
     found = self._on_primary(find)
@@ -279,7 +279,7 @@ class StepFolders:
       if aside.name.partition(".")[0] == f"{self.directory.name}_rejected" and aside.is_dir():
         names = {path.name: path for path in self._folders(aside)}
         found += [(path, names[f"{name}{_REASON}"]) for name, path in names.items() if f"{name}{_REASON}" in names]
-    found.sort(key=lambda pair: (pair[1].stat().mtime, _number(pair[0].name)))
+    found.sort(key=lambda pair: (files.modified(pair[1]), _number(pair[0].name)))
     return {path: reason.read_bytes().decode(errors="replace").strip() for path, reason in found}
 
   def _delete_old_rejected(self) -> None:

@@ -197,9 +197,17 @@ def object_folder(directory: str) -> Any:
   return root
 
 
-def parts_signature(directory: str, name: str) -> list[tuple[str, int, int]]:
+def modified(path: Any) -> float:
+  """When the file of an epath was written, in seconds since 1970; 0.0: unknown. Raises OSError."""
+  if str(path).startswith("s3://"):  # etils does not know the name that s3fs gives to the time
+    at = path._backend.fs(path).info(str(path)).get("LastModified")
+    return at.timestamp() if at else 0.0
+  return float(path.stat().mtime or 0.0)
+
+
+def parts_signature(directory: str, name: str) -> list[tuple[str, int, float]]:
   """Name, length and time of each part object of a line file: it changes when the line file grows."""
-  return [(path.name, (status := path.stat()).length, status.mtime) for _, path in _parts(directory, name)]
+  return [(path.name, path.stat().length, modified(path)) for _, path in _parts(directory, name)]
 
 
 def read_lines(directory: str, name: str) -> Iterator[str]:

@@ -186,7 +186,7 @@ def _size_of(path: Any) -> int:
 def _written(path: Any) -> float:
   """When a file or folder was written, in epoch seconds; 0.0: an object store has no such times for folders."""
   try:
-    return float(path.stat().mtime or 0.0)
+    return files.modified(path)
   except OSError:
     return 0.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 
+import pytest
 from tests.test_library import SMALL
 
 NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs" / "notebook.ipynb"
@@ -19,6 +20,7 @@ def test_it_has_ten_cells_without_outputs():
     assert cell == {name: cell[name] for name in ("cell_type", "id", "source")} | {"metadata": {}} | code
 
 
+@pytest.mark.slow
 def test_its_cells_run(server, tmp_path):
   (tmp_path / "text").mkdir()
   for i in range(4):

@@ -107,13 +107,13 @@ class FastTokenizer(BpeTokenizer):
       text = self.normalized(text)
     longest, begin = _LONGEST if text.isascii() else _LONGEST // 4, 0
     while len(text) - begin > longest:
-      seam = _SEAM.search(text, begin + longest // 2, begin + longest)
-      is_long = seam is None
-      if is_long and (seam := _SEAM.search(text, begin + longest)) is None:
+      near = _SEAM.search(text, begin + longest // 2, begin + longest)
+      seam = near or _SEAM.search(text, begin + longest)
+      if seam is None:
         yield text[begin:], True
         return
       part, begin = text[begin : seam.start()], seam.start()
-      yield part, is_long or _is_unlike(part)
+      yield part, near is None or _is_unlike(part)
     part = text[begin:]
     yield part, _is_unlike(part)
 

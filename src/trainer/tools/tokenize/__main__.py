@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
       return 0
     part_bytes = round(options.part_megabytes * 1e6)
     with contextlib.ExitStack() as stack:
-      write_parts = functools.partial(run.in_processes, options.processes)
+      write_parts: run.WriteParts = functools.partial(run.in_processes, options.processes)
       if options.ray is not None:
         write_parts = stack.enter_context(on_ray.connected(options.ray))
       run.run(config, options.output, options.records, part_bytes, options.fast, write_parts)

@@ -59,7 +59,8 @@ def test_the_command_of_a_card_is_accepted(card, monkeypatch):
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
     monkeypatch.setattr(sys, "argv", [module, *arguments])
     with pytest.raises(Parsed):
-      importlib.import_module(module).main()
+      found = importlib.import_module(module)
+      (found if hasattr(found, "main") else importlib.import_module(f"{module}.__main__")).main()
 
 
 def test_every_figure_of_the_first_screen_has_a_card():

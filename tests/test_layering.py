@@ -200,7 +200,19 @@ def written(tree: ast.AST) -> list[ast.Attribute]:
 
 
 # Objects of libraries, which have no methods for it, and the options of a command line.
-FOREIGN = {"sys", "warnings", "threading", "timer", "outage.timer", "info", "layer.attention", "options", "found"}
+FOREIGN = {
+  "gcs_utils",
+  "tensorstore_utils",
+  "sys",
+  "warnings",
+  "threading",
+  "timer",
+  "outage.timer",
+  "info",
+  "layer.attention",
+  "options",
+  "found",
+}
 
 
 def test_no_part_writes_to_an_attribute_of_another_ones_object():

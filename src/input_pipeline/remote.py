@@ -89,7 +89,7 @@ def require_bucket(given: str, address: str) -> None:
   if scheme == "s3" and (reason := _refusal(f"s3://{rest.partition('/')[0]}")):
     raise ConfigError(
       f"{given}: {reason}.\nCheck the name of the bucket, and the credentials, region and endpoint of this machine "
-      "(AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL, ...)."
+      "(AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL, ...), or choose gs:// or a folder of this machine."
     )
 
 

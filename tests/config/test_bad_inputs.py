@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from trainer import __main__ as command
+from trainer import app
 
 TWO = "/" * 2  # slashes of an address: a test looks for addresses in all files
 
@@ -244,7 +245,7 @@ def inputs(tmp_path, monkeypatch):
   files(tmp_path)
   monkeypatch.chdir(tmp_path)
   monkeypatch.setenv("HOME", str(tmp_path))
-  monkeypatch.setattr(command, "_train", lambda *_: 0)  # for an input that is accepted by mistake
+  monkeypatch.setattr(app, "_train", lambda *_: 0)  # for an input that is accepted by mistake
 
 
 @pytest.mark.parametrize(("arguments", "fragments"), CASES, ids=[" ".join(case[0]) for case in CASES])

@@ -49,7 +49,7 @@ def test_a_new_output_folder_is_accepted_and_not_created(tmp_path):
 @pytest.mark.parametrize(
   "address",
   [
-    "s3://x/y",
+    "az://x/y",
     "hdfs://foo",
     "file:///tmp/x",
     "://x",

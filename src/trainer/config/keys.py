@@ -110,11 +110,7 @@ def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[
     name, equals, text = argument.lstrip("-").partition("=")
     key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))
     if equals and key is not None:
-      value = convert(key, text, "command line").value
-      if given.setdefault(key.name, value) != value:
-        raise ConfigError(
-          f"{shorten(argument)}: {key.name} is given twice, first with {given[key.name]}.\nRemove one of them."
-        )
+      given[key.name] = convert(key, text, "command line").value
     else:
       others.append(argument)
   return PreflightOptions.model_validate(given), others

@@ -225,9 +225,8 @@ def _is_address(name: str, value: str) -> bool:
     return False
   scheme, _, rest = value.partition(":")
   if scheme not in _WRITERS or not rest.startswith("//"):
-    written = " or ".join(f"{known}://BUCKET/FOLDER" for known in _WRITERS)
     raise ConfigError(
-      f"{name}={shorten(value)}: must be {written}, or a folder of this machine.\n"
+      f"{name}={shorten(value)}: must be gs://BUCKET/FOLDER, or a folder of this machine, or s3://BUCKET/FOLDER.\n"
       "Write one of these. A local path has no '://', and starts with ./ if its first name ends in ':'."
     )
   for problem in bucket_problems(f"{name}={shorten(value)}", value):

@@ -38,7 +38,7 @@ class Webhook:
     self._url, self._log = url, log
     self._opener = urllib.request.build_opener(_NoRedirects)
     self._events: queue.SimpleQueue[dict[str, Any] | threading.Event | None] = queue.SimpleQueue()
-    self._dropped = self._refused = 0  # events that were not sent; that were sent, and not taken
+    self._given = self._taken = 0  # events that `put` got; that the receiver has taken
     self._warned = -math.inf  # the time of the last warning
     # A daemon: the interpreter's end does not wait for a receiver that does not answer.
     self._thread = threading.Thread(target=self._run, name=f"{THREAD}events", daemon=True)
@@ -49,10 +49,10 @@ class Webhook:
       return
     if self._thread.ident is None:
       self._thread.start()
+    self._given += 1
     if self._events.qsize() < MOST_WAITING:
       self._events.put(record)
     else:
-      self._dropped += 1
       self._warn(f"{MOST_WAITING} events wait")
 
   def flush(self) -> None:
@@ -69,8 +69,7 @@ class Webhook:
     self._events.put(None)
     self._thread.join(END_SECONDS)
     self._warned = math.inf  # the number below is the last word
-    waiting = self._events.qsize() if self._thread.is_alive() else 0  # of these one is the end, and one is under way
-    if lost := self._dropped + self._refused + waiting:
+    if lost := self._given - self._taken:
       self._log.warning(f"event_webhook_url: {lost} events did not arrive. {EVENTS_FILE} has all events")
 
   def _run(self) -> None:
@@ -80,8 +79,8 @@ class Webhook:
         continue
       try:
         self._send(item)
+        self._taken += 1
       except (OSError, http.client.HTTPException, ValueError) as error:  # ValueError: of a host that cannot be encoded
-        self._refused += 1
         self._warn(str(error) or repr(error))
 
   def _send(self, record: dict[str, Any]) -> None:

@@ -44,17 +44,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.error(f"--temperature {arguments.temperature:g} must be 0, for the most likely token, or at least 0.0001")
 
   def write() -> None:
-    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    if arguments.chat:
-      cluster.check_environment()
-      _talk(trainer.Model.from_run(arguments.model, arguments.dtype), arguments.tokens, sampling)
-      return
     prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
     if not prompts:
       raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
     cluster.check_environment()
     model = trainer.Model.from_run(arguments.model, arguments.dtype)
-    _write(model, prompts, arguments.tokens, sampling)
+    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
+    if arguments.chat:
+      _talk(model, arguments.tokens, sampling)
+    else:
+      _write(model, prompts, arguments.tokens, sampling)
 
   return exit_code(write, OSError, UnicodeDecodeError)
 

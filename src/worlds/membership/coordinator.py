@@ -61,7 +61,7 @@ class Coordinator(Epochs):
     found = self._members.get(member)
     if found is None or not found.whole(("ready",), lane):
       return []
-    found.newest, found.holds = newest, holds
+    found.has(newest, holds=holds)
     self.pulse.ready(member)
     if self.phase == "gathering":
       return self._gather()
@@ -305,7 +305,7 @@ class Coordinator(Epochs):
     self._told = Told()
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
-      self._members[member].newest = -1
+      self._members[member].has(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
     asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
     return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]

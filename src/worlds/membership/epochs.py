@@ -33,6 +33,10 @@ class Member:
   def ready(self) -> bool:
     return self.newest >= 0
 
+  def has(self, newest: int, *, holds: bool) -> None:
+    """It can compute, from the state of the step `newest`; -1: not any more."""
+    self.newest, self.holds = newest, holds
+
   def whole(self, key: tuple[Any, ...], lane: int) -> bool:
     """Whether all lanes have sent the report `key`, with this one of `lane`."""
     if self.lanes == 1:
@@ -151,7 +155,7 @@ class Epochs:
     self._leaving -= set(leave)
     self.failures.leave(leave)
     for member in leave:
-      self._members[member].newest = -1
+      self._members[member].has(-1, holds=False)
       self._dealing.speeds.forget(member)
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:

@@ -199,8 +199,9 @@ def object_folder(directory: str) -> Any:
 
 def modified(path: Any) -> float:
   """When the file of an epath was written, in seconds since 1970; 0.0: unknown. Raises OSError."""
-  if str(path).startswith("s3://"):  # etils does not know the name that s3fs gives to the time
-    at = path._backend.fs(path).info(str(path)).get("LastModified")
+  backend: Any = getattr(path, "_backend", None)
+  if str(path).startswith("s3://") and hasattr(backend, "fs"):  # etils does not know the name of s3fs for the time
+    at = backend.fs(path).info(str(path)).get("LastModified")
     return at.timestamp() if at else 0.0
   return float(path.stat().mtime or 0.0)
 

@@ -114,6 +114,7 @@ def test_saves_keeps_restores_and_falls_back(run, bucket):
   assert unfinished and "5/commit_success.txt" not in unfinished
   states = "\n".join(" ".join(line.split()[-9:]) for line in listed.splitlines())
   assert "checkpoint committed, all files are as they were written" in states
+  assert re.search(r"^4 .* [\d.]+ (s|min) +checkpoint", listed, re.MULTILINE), listed  # and not ? as its age
   assert "its save did not finish; perhaps a process writes it now" in listed
   assert f"Removed 1 from {run_folder}/checkpoints: 5 (its save did not finish)." in restored
   assert not any(name.startswith("5/") for name in after.split()) and "4/meta.json" in after

@@ -110,6 +110,9 @@ def test_a_long_conversation_is_cut_at_a_turn_or_left_out_and_counted(tmp_path):
     assert (tally.conversations, tally.cut, tally.too_long, tally.untrained) == (4, 1, 1, 1)
   ours, tally = encode(chat_tokenizer(tmp_path, chats.CHATML, len(short) - 2), made)
   assert ours == [[], [], [], []] and tally.too_long == 3
+  cfg = options(tmp_path, max_target_length=4, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made))
+  with pytest.raises(ConfigError, match=r"3 were left out, because their first answer .*\nSet max_target_length to"):
+    load(cfg)
 
 
 # ---- files

@@ -46,7 +46,8 @@ def make_chat_run(folder: Path, name: str) -> Run:
     chats.write_jsonl(path, chats.conversations(400))
     chats.write_tokenizer(folder / "tokenizer", chats.TEMPLATES["qwen3"])
   keys = f"dataset_type=grain grain_file_type=jsonl grain_train_files={path} train_data_columns=messages vocab_size=300"
-  keys += f" tokenizer_type=bpe tokenizer_path={folder / 'tokenizer'} dataset_cache_directory={folder / 'tokens'}"
+  keys += f" max_target_length=96 tokenizer_type=bpe tokenizer_path={folder / 'tokenizer'}"
+  keys += f" dataset_cache_directory={folder / 'tokens'}"
   keys += f" jax_cache_dir={folder / 'compiled'} local_checkpoint_directory={folder / name / 'ram'} steps={STEPS}"
   return Run(folder / name, [*keys.split(), *KEYS], command.start)
 

@@ -20,7 +20,7 @@ _CHATML = "chatml"
 _FILE, _CONFIG = "chat_template.jinja", "tokenizer_config.json"
 # Data must not depend on the day on which they are prepared. Llama's templates name this day where they know no other.
 _TODAY = datetime.datetime(2024, 7, 26)
-# Around the text of a {% generation %} block. No text has these code points, which Unicode excludes from interchange.
+# Around the text of a {% generation %} block. Unicode excludes these code points from interchange.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 
 Span = tuple[int, int]
@@ -32,7 +32,7 @@ class Template:
   def __init__(self, text: str, names: Mapping[str, str]) -> None:
     """names: what it may call bos_token, eos_token and so on. Raises ConfigError if the text is not a template."""
     self.text, self.names = text, dict(names)
-    self.has_blocks = re.search(r"\{%-?\s*generation\s*-?%\}", text) is not None
+    self.has_blocks = re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
     try:
       self._compiled = _environment().from_string(text)
     except Exception as error:  # an error of the syntax, or of a block
@@ -47,10 +47,15 @@ class Template:
 
     Raises ValueError if the template refuses the messages.
     """
+    given = {"messages": list(messages), "tools": None, "documents": None, "add_generation_prompt": prompt}
     try:
-      found = self._compiled.render(messages=messages, tools=None, add_generation_prompt=prompt, **self.names)
+      found = self._compiled.render(given | self.names)
     except Exception as error:  # templates raise errors of any kind, as programs do
       raise ValueError(f"the chat template refuses it ({error or type(error).__name__})") from error
+    if not self.has_blocks:
+      return found, []
+    if any(mark in text for message in messages for text in message.values() for mark in (_BEGIN, _END)):
+      raise ValueError("it has U+FDD0 or U+FDD1, which mark the {% generation %} blocks of the chat template")
     spans, begin, place = [], 0, 0
     for part in re.split(f"([{_BEGIN}{_END}])", found):
       if part == _BEGIN:
@@ -80,6 +85,18 @@ def _environment() -> Any:
     def _mark(self, caller: Any) -> str:
       return f"{_BEGIN}{caller()}{_END}"
 
+  class Names(jinja2.utils.Namespace):
+    def __setitem__(self, name: str, value: Any) -> None:
+      if name.startswith("_"):
+        raise jinja2.sandbox.SecurityError(f"a namespace cannot have {name!r}")
+      super().__setitem__(name, value)
+
+  def namespace(*given: Any, **values: Any) -> Names:
+    names = Names()
+    for name, value in dict(*given, **values).items():
+      names[name] = value
+    return names
+
   def refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -90,33 +107,38 @@ def _environment() -> Any:
     trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
   )
   environment.filters["tojson"] = to_json  # Jinja's own escapes for HTML
-  environment.globals |= {"raise_exception": refuse, "strftime_now": _TODAY.strftime}
+  environment.globals |= {"raise_exception": refuse, "strftime_now": _TODAY.strftime, "namespace": namespace}
+  environment.globals["dict"] = lambda *given, **values: dict(*given, **values)  # not the type, which knows others
   return environment
 
 
 def find(cfg: DataOptions, tokenizer: BpeTokenizer) -> Template:
   """The template that chat_template_path names, else that beside tokenizer_path. Raises ConfigError without one."""
   place, given = cfg.tokenizer_path, cfg.chat_template_path
+  if template := search(place, given, tokenizer):
+    return template
+  where = f"chat_template_path={given}" if given else f"tokenizer_path={place}"
+  raise ConfigError(
+    f"{where}: there is no chat template, which conversations need ({_FILE}, or chat_template in {_CONFIG}).\n"
+    f"Set chat_template_path={_CHATML}, or to a file with a Jinja template."
+  )
+
+
+def search(place: str, given: str, tokenizer: BpeTokenizer) -> Template | None:
+  """As `find`, of the options tokenizer_path and chat_template_path; None without a template."""
   beside = place if _is_folder(place) else place.rpartition("/")[0] or "."
   files = [_json(f"{beside}/{name}") for name in ("special_tokens_map.json", _CONFIG)]
   tokens = {key: token for file in files for key, token in file.items() if key.endswith("_token")}
   content = {key: token.get("content") if isinstance(token, dict) else token for key, token in tokens.items()}
   names = tokenizer.token_names() | {key: token for key, token in content.items() if isinstance(token, str)}
-  text = _chatml(tokenizer, names) if given == _CHATML else _in(given or beside)
-  if text is None:
-    where = f"chat_template_path={given}" if given else f"tokenizer_path={place}"
-    raise ConfigError(
-      f"{where}: there is no chat template, which conversations need ({_FILE}, or chat_template in {_CONFIG}).\n"
-      f"Set chat_template_path={_CHATML}, or to a file with a Jinja template."
-    )
-  return Template(text, names)
+  text = _chatml(tokenizer, names) if given == _CHATML else _in(given) if given else _in_folder(beside)
+  return None if text is None else Template(text, names)
 
 
 def _in(place: str) -> str | None:
   """The template in a folder or a file; None if there is none."""
   if _is_folder(place):
-    text = _text(f"{place}/{_FILE}")
-    return _in(f"{place}/{_CONFIG}") if text is None else text
+    return _in_folder(place)
   if not place.endswith(".json"):
     return _text(place)
   found = _json(place).get("chat_template")
@@ -129,6 +151,11 @@ def _in(place: str) -> str | None:
       "Set chat_template_path to a file with one of them."
     )
   return named["default"]
+
+
+def _in_folder(place: str) -> str | None:
+  text = _text(f"{place}/{_FILE}")
+  return _in(f"{place}/{_CONFIG}") if text is None else text
 
 
 def _chatml(tokenizer: BpeTokenizer, names: Mapping[str, str]) -> str:
@@ -151,9 +178,9 @@ def _text(place: str) -> str | None:
     if remote.is_address(place):
       for file in remote.find("chat_template_path", place, ()):
         with file.open() as content:
-          return content.read().decode()
+          return content.read().decode("utf-8-sig")
       return None
-    return Path(place).expanduser().read_text(encoding="utf-8")
+    return Path(place).expanduser().read_text(encoding="utf-8-sig")
   except FileNotFoundError:
     return None
   except (OSError, UnicodeDecodeError) as error:

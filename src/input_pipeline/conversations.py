@@ -107,14 +107,14 @@ class ChatTokenizer(BpeTokenizer):
 
   def turn_end(self) -> int | None:
     """The special token that ends a turn of the assistant; None if the template has none."""
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    answer = "4711"  # which no template has of its own
     try:
-      before, after = self.prompt(messages[:1]), self._whole.encode(self.template.render(messages)[0]).ids
+      text, _ = self.template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
     except ValueError:
       return None
-    specials = set(self.special_tokens().values())
-    ends = [id for id in after[len(before) :] if id in specials]
-    return ends[0] if ends else None
+    found, specials = self._whole.encode(text), set(self.special_tokens().values())
+    after = (id for id, (start, _) in zip(found.ids, found.offsets) if start > text.rfind(answer) and id in specials)
+    return next(after, None)
 
   def encode_conversations(
     self, conversations: Sequence[Conversation], tally: Tally
@@ -192,7 +192,8 @@ class ChatTokenizer(BpeTokenizer):
     text, blocks = self.template.render(messages[: number + 1])
     if self.template.has_blocks:
       before = self.template.render(messages[:number])[1] if number else []
-      return _Turn(text, blocks[len(before) :])
+      own = blocks[len(before) :]
+      return _Turn(text[: own[-1][1]] if own else text, own)  # what follows depends on whether it is the last message
     prompt, _ = self.template.render(messages[:number], prompt=True)
     if self._train_on == "assistant" and not text.startswith(prompt):
       raise ValueError(

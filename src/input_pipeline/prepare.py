@@ -126,7 +126,7 @@ def token_groups(
   lost = lost or Lost()
   for group in groups:
     if isinstance(tokenizer, ChatTokenizer):
-      yield list(_of_conversations(group, tokenizer, bad, lost.chats))
+      yield list(_of_conversations(group, tokenizer, bad, lost))
       continue
     if tokenizer is not None:
       begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
@@ -162,15 +162,15 @@ def _ids_of_texts(group: Group, tokenizer: Tokenizer, bad: BadRecords, lost: Los
       yield ids
 
 
-def _of_conversations(
-  group: Group, tokenizer: ChatTokenizer, bad: BadRecords, tally: conversations.Tally
-) -> Iterator[np.ndarray]:
+def _of_conversations(group: Group, tokenizer: ChatTokenizer, bad: BadRecords, lost: Lost) -> Iterator[np.ndarray]:
   """Yields the sequences of the conversations of a group."""
   chats = [document for _, document in group if isinstance(document, Conversation)]
-  for (place, _), found in zip(group, tokenizer.encode_conversations(chats, tally), strict=True):
+  for (place, _), chat, found in zip(group, chats, tokenizer.encode_conversations(chats, lost.chats), strict=True):
     if isinstance(found, ValueError):
       bad.add(BadRecord(f"{place}: {found}. Fix or remove it, or set chat_template_path."))
-    else:
+    elif found:
+      text = "".join(message["content"] for message in chat.messages)
+      lost.add(tokenizer, text, np.concatenate([np.maximum(ids, ~ids) for ids in found]))
       yield from found
 
 

@@ -124,6 +124,11 @@ def open_source(
     log(f"warning: {splits[split].name}: {known['lost']}")
   for line in known.get("chats", ()):
     log(f"{splits[split].name}: {line}")
+  if "chats" in known and not known["targets"]:
+    raise ConfigError(
+      f"{splits[split].name}: {known['chats'][0]}.\nSet max_target_length to the tokens up to the end of an answer, or "
+      "give conversations in which the assistant answers."
+    )
   if "bad" in known:
     require_few(known["bad"]["records"], known["bad"]["messages"], cfg.max_bad_records, splits[split].name, log)
   _check_enough(cfg, splits, split, min_examples, known["targets"], known["windows"])

@@ -93,6 +93,10 @@ def test_the_end_of_a_turn_is_trained_and_the_prompt_for_it_is_not(tmp_path):
   [[(ids, mask)]], _ = encode(tokenizer, [HELLO])
   trained = [id for id, one in zip(ids, mask) if one]
   assert ids[: -len(trained)] == tokenizer.prompt(HELLO[:1]) and trained[-2] == EOT
+  other = chat_tokenizer(
+    tmp_path, chats.CHATML.replace("message['content'] +", "'<|endoftext|>' + message['content'] +")
+  )
+  assert other.turn_end() == EOT  # and not the first token of the turn, as gpt-oss has one
   [[(all_ids, everything)]], _ = encode(chat_tokenizer(tmp_path, chats.CHATML, train_on="all"), [HELLO])
   assert all_ids == ids and everything == [0] + [1] * (len(ids) - 1)  # the first token is no target
 
@@ -106,6 +110,9 @@ def test_a_long_conversation_is_cut_at_a_turn_or_left_out_and_counted(tmp_path):
     assert (tally.conversations, tally.cut, tally.too_long, tally.untrained) == (4, 1, 1, 1)
   ours, tally = encode(chat_tokenizer(tmp_path, chats.CHATML, len(short) - 2), made)
   assert ours == [[], [], [], []] and tally.too_long == 3
+  cfg = options(tmp_path, max_target_length=4, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made))
+  with pytest.raises(ConfigError, match=r"3 were left out, because their first answer .*\nSet max_target_length to"):
+    load(cfg)
 
 
 # ---- files
@@ -214,6 +221,39 @@ def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
     ConfigError, match="message 2 does not follow the chat template's prompt for an answer, which ends"
   ):
     load(options(tmp_path, template=other, grain_train_files=path))
+
+
+@pytest.mark.parametrize(
+  "text",
+  [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ namespace(__class__=1) }}",
+    "{% set n = namespace() %}{% set n.__x__ = 1 %}",
+    "{{ dict.mro() }}",
+  ],
+)
+def test_a_template_does_not_get_out_of_its_sandbox(text):
+  with pytest.raises(ValueError, match="the chat template refuses it"):
+    chat_template.Template(text, {}).render(HELLO)
+
+
+def test_marks_of_blocks_in_a_text_are_refused_and_stay_in_other_texts(tmp_path):
+  made = [{"role": "user", "content": "\ufdd0"}, HELLO[1]]
+  assert "\ufdd0" in chat_template.Template(chats.CHATML, {}).render(made)[0]
+  path = chats.write_jsonl(tmp_path / "a.jsonl", [made])
+  with pytest.raises(ConfigError, match=r"document 1 of .*a\.jsonl: it has U.FDD0"):
+    load(options(tmp_path, template=chats.TEMPLATES["generation"], grain_train_files=path))
+
+
+def test_text_that_the_tokenizer_cannot_represent_is_reported(tmp_path):
+  cfg = options(tmp_path, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4))
+  content = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text())
+  kept = [token for token in content["model"]["vocab"] if token != "w"]
+  content["model"] |= {"vocab": {token: id for id, token in enumerate(kept)}, "merges": []}
+  (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(content))
+  said: list[str] = []
+  load(cfg, said)
+  assert any("the tokenizer has no token for 9.09% of the characters" in line for line in said)
 
 
 def test_templates_are_found_as_transformers_finds_them(tmp_path):

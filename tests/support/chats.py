@@ -34,13 +34,16 @@ TEMPLATES = {
   {{- (text if m.role == 'assistant' else m.content) + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}""",
+  # With what only some templates use, and a token at the end of everything.
   "generation": """
-{%- for m in messages %}
+{%- if documents is not none %}{{ raise_exception('documents') }}{% endif %}
+{%- set space = namespace(messages=[] + messages) %}
+{%- for m in space.messages %}
   {{- '<|im_start|>' + m.role + '\\n' }}
-  {%- if m.role == 'assistant' %}{% generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
+  {%- if m.role == 'assistant' %}{%+ generation %}{{- m.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}
   {%- else %}{{- m.content + '<|im_end|>\\n' }}{% endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}""",
+{{- '<|im_start|>assistant\\n' if add_generation_prompt else eos_token }}""",
 }
 _PIECES = [
   "Hello",

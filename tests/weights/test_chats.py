@@ -6,6 +6,7 @@ import io
 import json
 import sys
 
+import fsspec
 from tests.support import chats, hf_folders
 
 from input_pipeline import chat_template
@@ -60,5 +61,13 @@ def test_a_run_keeps_its_chat_template_talks_with_it_and_exports_it(tmp_path, mo
   again, _ = Model.from_run(str(exported)).for_chats()
   assert again.stop == {0, 2, 7}
 
+  kept = {f"/chats/tokenizer/{file.name}": file.read_bytes() for file in (run / "tokenizer").iterdir()}
+  fsspec.filesystem("memory").pipe(kept)
+  there = tokenizers.of_chats("memory://chats/tokenizer", base)
+  assert there.prompt(MORE) == chat.prompt(MORE)
+
   (run / "tokenizer" / "chat_template.jinja").unlink()
-  assert generate.main([str(run), "--chat"]) == 2 and "there is no chat template" in capsys.readouterr().err
+  capsys.readouterr()
+  assert generate.main([str(run), "--chat"]) == 2
+  said = capsys.readouterr().err
+  assert "the model has no chat_template.jinja. Train it on conversations" in said and said.count("\n") == 1

@@ -108,11 +108,11 @@ def _talk(model: trainer.Model, tokens: int, sampling: trainer.Sampling) -> None
 
 
 def _line() -> str | None:
-  """The next line of the input that is not blank; None at its end, or for /exit."""
+  """The next line of the input that is not blank; None at its end, or for /exit or Ctrl-C."""
   while True:
     try:
       line = input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
+    except (EOFError, KeyboardInterrupt):
       return None
     if line:
       return None if line == "/exit" else line

@@ -79,8 +79,10 @@ def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
   """The tokenizer with the chat template in its folder. Raises ConfigError if there is none."""
   if not isinstance(tokenizer, BpeTokenizer):
     raise ConfigError(f"{folder}: the tokenizer of the model is {tokenizer.name}, which has no chat template.")
-  options = DataOptions(tokenizer_type="bpe", tokenizer_path=folder)
-  return ChatTokenizer(tokenizer, chat_template.find(options, tokenizer), options.train_on, options.max_target_length)
+  template = chat_template.search(f"{folder}/{_TOKENIZER}", "", tokenizer)
+  if template is None:
+    raise ConfigError(f"{folder}: the model has no {_TEMPLATE}. Train it on conversations, or copy the file there.")
+  return ChatTokenizer(tokenizer, template, "assistant", DataOptions().max_target_length)
 
 
 def _of_export(source: Source) -> DataOptions:

@@ -20,7 +20,7 @@ from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
 
-HANDSHAKE_SECONDS = 5.0  # of a caller that is busy too
+HANDSHAKE_SECONDS = 30.0  # a caller that gets little of its CPU is no stranger; MOST_PENDING limits those
 MOST_PENDING = 64  # strangers, connections without a handshake; one more closes the oldest, so that they block nobody
 _BACKLOG = 4096  # the system limits it
 REACH_SECONDS = 1.4  # the system of a host that lives answers at once, also for a process that is busy or stopped

@@ -173,6 +173,8 @@ class Listener:
         earlier[1].close()
       if call.epoch == self._epoch:
         self._missing.discard((call.caller, call.stream))
+      elif earlier and earlier[0] == self._epoch:  # not claimed yet, and now closed: the present epoch is over
+        self._missing.add((call.caller, call.stream))
       if not self._missing:
         self._arrivals.notify_all()
 

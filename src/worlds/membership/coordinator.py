@@ -305,7 +305,7 @@ class Coordinator(Epochs):
     self._told = Told()
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
-      self._members[member].newest = -1
+      self._members[member].starts_over()
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
     asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
     return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]

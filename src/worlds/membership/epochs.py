@@ -33,6 +33,10 @@ class Member:
   def ready(self) -> bool:
     return self.newest >= 0
 
+  def starts_over(self) -> None:
+    """It is not ready any more."""
+    self.newest = -1
+
   def whole(self, key: tuple[Any, ...], lane: int) -> bool:
     """Whether all lanes have sent the report `key`, with this one of `lane`."""
     if self.lanes == 1:
@@ -151,7 +155,7 @@ class Epochs:
     self._leaving -= set(leave)
     self.failures.leave(leave)
     for member in leave:
-      self._members[member].newest = -1
+      self._members[member].starts_over()
       self._dealing.speeds.forget(member)
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:

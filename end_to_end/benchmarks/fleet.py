@@ -128,8 +128,11 @@ class Member:
   def run(self) -> None:
     """Joins, and trains to the last step."""
     peers = self._peers
-    peers.completed = lambda: int(self._state[0])
-    peers.on_notice = lambda notice: self._record(notice=notice, after=int(self._state[0]))
+    peers.train(
+      completed=lambda: int(self._state[0]),
+      changed=lambda change: None,
+      noticed=lambda notice: self._record(notice=notice, after=int(self._state[0])),
+    )
     if self._case.cut_at and peers.member in CUT:
       threading.Thread(target=self._cut, daemon=True).start()
     peers.membership.send("ready", newest=int(self._state[0]), holds=False)

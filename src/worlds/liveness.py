@@ -15,12 +15,13 @@ from collections.abc import Callable
 
 CHECK_SECONDS = 0.05  # from one check to the next
 _ASK_SECONDS = 0.5  # without a packet: then the other system is asked
-_SILENT_SECONDS = 1.0  # without a packet
+_SILENT_SECONDS = 1.2  # without a packet: a host that pauses for a second lives
 _UNANSWERED_SECONDS = 0.25  # that repeated packets get no answer: a busy system answers late
 _MOST_LATE_SECONDS = 0.1  # that one check adds to this time: where checks come late, answers come late too
 _FRESH_SECONDS = 1.0  # an earlier check says nothing after so long
 _INFO = struct.Struct("=8B13I")  # the beginning of tcp_info of Linux
-_RETRANSMITS, _BACKOFF, _UNACKED, _LAST_DATA, _LAST_ACK = 2, 4, 12, 19, 20  # indices of its fields; in milliseconds
+_RETRANSMITS, _BACKOFF, _UNACKED = 2, 4, 12  # indices of its fields
+_LAST_SENT, _LAST_DATA, _LAST_ACK = 17, 19, 20  # milliseconds since then
 
 
 class Liveness:
@@ -45,7 +46,8 @@ class Liveness:
       return False
     now, silent = time.monotonic(), min(info[_LAST_DATA], info[_LAST_ACK]) / 1000
     late, self._checked = now - self._checked, now
-    if not info[_RETRANSMITS]:
+    # A system without room for the bytes answers each time that they are repeated, and the pauses between grow.
+    if not info[_RETRANSMITS] or info[_LAST_SENT] / 1000 >= silent:
       self._unanswered = 0.0
       if silent > _ASK_SECONDS and not info[_UNACKED] and not info[_BACKOFF]:  # backoff: the buffer there is full
         self._ask()

@@ -87,17 +87,21 @@ _CHECKSUM = struct.Struct("<I")
 _MAGIC = b"xchg"
 _HEADER_BYTES = _FIELDS.size + _CHECKSUM.size
 _CHUNK = 1 << 20  # most bytes of one receive
-_COLUMNS = 512
+_COLUMNS = (512, 509)  # without a common factor
 _NOTHING = memoryview(b"")
 _MOST_BUFFERS = 64  # of one send
 
 
 def checksum(payload: memoryview) -> int:
-  """Returns the CRC-32 of the sums of the columns if the bytes are a table of 32-bit words, and of the words after the
-  last row: a fifth of the time of the CRC-32 of all bytes. The sums are modulo 2^32."""
-  words = np.frombuffer(payload, np.uint32, len(payload) // 4)
-  rows = words[: words.size // _COLUMNS * _COLUMNS].reshape(-1, _COLUMNS)
-  return zlib.crc32(payload[rows.nbytes :], zlib.crc32(rows.sum(axis=0, dtype=np.uint32)))
+  """Returns the CRC-32 of the sums of the columns if the bytes are a table of 64-bit words, for two numbers of columns,
+  and of the bytes after each last row: a quarter of the time of the CRC-32 of all bytes. The sums are modulo 2^64. Two
+  words of the same column of both tables are 2 MiB apart."""
+  words, number = np.frombuffer(payload, np.uint64, len(payload) // 8), 0
+  for columns in _COLUMNS:
+    rows = words[: words.size // columns * columns].reshape(-1, columns)
+    sums = rows.sum(axis=0, dtype=np.uint64)
+    number = zlib.crc32(payload[rows.nbytes :], zlib.crc32(sums.data, number))
+  return number
 
 
 class Frame(NamedTuple):

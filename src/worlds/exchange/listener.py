@@ -20,7 +20,7 @@ from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
 
-HANDSHAKE_SECONDS = 5.0  # of a caller that is busy too
+HANDSHAKE_SECONDS = 30.0  # a caller that gets little of its CPU is no stranger; MOST_PENDING limits those
 MOST_PENDING = 64  # strangers, connections without a handshake; one more closes the oldest, so that they block nobody
 _BACKLOG = 4096  # the system limits it
 REACH_SECONDS = 1.4  # the system of a host that lives answers at once, also for a process that is busy or stopped
@@ -173,6 +173,8 @@ class Listener:
         earlier[1].close()
       if call.epoch == self._epoch:
         self._missing.discard((call.caller, call.stream))
+      elif earlier and earlier[0] == self._epoch:  # not claimed yet, and now closed: the present epoch is over
+        self._missing.add((call.caller, call.stream))
       if not self._missing:
         self._arrivals.notify_all()
 

@@ -12,6 +12,7 @@ import pytest
 from tests.support.exchange_members import TOKEN, members, random_shares, same_bits, sum_in_order
 
 from worlds.exchange import Exchange, PeerLost, handshake, listener
+from worlds.exchange.link import Stop, Stopped
 
 
 @pytest.fixture(autouse=True)
@@ -173,3 +174,25 @@ def test_a_listener_that_is_not_a_member_is_left(behaviour):
 def test_a_short_token_is_refused():
   with pytest.raises(ValueError, match="A job token of 3 bytes is too short"):
     Exchange(0, b"abc", print)
+
+
+def test_a_connection_of_the_next_epoch_is_not_taken_for_one_of_the_present_epoch():
+  """Member 1 is told of the next epoch a moment before member 0, which has not claimed the first connection yet."""
+  listens, stop, soon = listener.Listener(0, TOKEN, "127.0.0.1", lambda line: None), Stop(), time.monotonic() + 5
+  try:
+    listens.begin(1, [(1, 0)])
+    first, second = (
+      listener.dial(TOKEN, {handshake.Call(epoch, 1, 0): listens.address}, Stop(), soon).popitem()[1]
+      for epoch in (1, 2)
+    )
+    assert is_closed(first)
+    stop.set()
+    with pytest.raises(Stopped):
+      listens.claim(stop, soon)
+    listens.begin(2, [(1, 0)])
+    claimed = listens.claim(Stop(), soon)[1, 0]
+    assert claimed.getpeername() == second.getsockname()
+    for sock in (first, second, claimed):
+      sock.close()
+  finally:
+    listens.close()

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from trainer.config import ConfigError
 
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
-EXTRAS = ("goodput", "lm_eval", "ray", "s3", "tfds", "trackio", "wandb")
+EXTRAS = ("goodput", "lm_eval", "ray", "tfds", "trackio", "wandb", "s3")
 
 
 class _Parser(argparse.ArgumentParser):

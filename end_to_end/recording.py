@@ -21,10 +21,12 @@ from tests.support.command import ROOT
 from tests.support.process_runs import ProcessRun
 
 PICTURE = ROOT / "docs" / "images" / "kill.svg"
-COMMAND = "python -m trainer.launch.local --slices 3 configs/elastic_demo.yml fault_injection= steps=1000"
+COMMAND = (
+  "python -m trainer.launch.local --slices 3 configs/elastic_demo.yml fault_injection= snapshot_period=0 steps=1000"
+)
 QUIET = ("log_config=false", "enable_report=false")
 VICTIM, CALM_STEPS = 1, 40
-COLUMNS, LETTER, ROW, MARGIN = 96, 8.43, 21, 18  # LETTER: width of one at 14 px
+COLUMNS, LETTER, ROW, MARGIN = 116, 8.43, 21, 18  # LETTER: width of one at 14 px
 LONGEST_PAUSE = 1.2  # seconds in the picture
 
 Line = tuple[float, str]  # time, text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -175,12 +176,8 @@ def _is_folder(place: str) -> bool:
 def _text(place: str) -> str | None:
   """The content of a file; None if it is absent. Raises ConfigError if it cannot be read."""
   try:
-    if remote.is_address(place):
-      for file in remote.find("chat_template_path", place, ()):
-        with file.open() as content:
-          return content.read().decode("utf-8-sig")
-      return None
-    return Path(place).expanduser().read_text(encoding="utf-8-sig")
+    text = remote.read("chat_template_path", place).decode("utf-8-sig")
+    return io.StringIO(text, newline=None).read()  # every end of a line is a newline, as in transformers
   except FileNotFoundError:
     return None
   except (OSError, UnicodeDecodeError) as error:

@@ -8,6 +8,7 @@ import posixpath
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from input_pipeline.errors import ConfigError, shorten
@@ -103,6 +104,17 @@ def _refusal(bucket: str) -> str:
   except OSError as error:
     return "there is no such bucket" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
   return ""
+
+
+def read(key: str, path: str) -> bytes:
+  """The content of one file, local or at an address. key: for messages. Raises OSError, FileNotFoundError without it,
+  and ConfigError as `find`."""
+  if not is_address(path):
+    return Path(path).expanduser().read_bytes()
+  for file in find(key, path, ()):
+    with file.open() as content:
+      return content.read()
+  raise FileNotFoundError("there is no such file")
 
 
 def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = None) -> list[RemoteFile]:

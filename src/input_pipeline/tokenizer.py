@@ -300,13 +300,8 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
 
 def _read(path: str) -> bytes:
   """The content of a file, local or at an address, or of tokenizer.json in a local folder. Raises OSError."""
-  if not remote.is_address(path):
-    local = Path(path).expanduser()
-    return (local / _FILE if local.is_dir() else local).read_bytes()
-  for file in remote.find("tokenizer_path", path, ()):
-    with file.open() as content:
-      return content.read()
-  raise FileNotFoundError("there is no such file")
+  in_folder = not remote.is_address(path) and Path(path).expanduser().is_dir()
+  return remote.read("tokenizer_path", f"{path}/{_FILE}" if in_folder else path)
 
 
 def encodable(text: str) -> str:

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from trainer.report import page
-from trainer.run.plugins import Opened, Plugin
+from trainer.run.plugins import Plugin
 
 
 class Report(Plugin):
   """enable_pathways_goodput, enable_report."""
-
-  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    self._log = run.log
 
   def ends(self, code: int) -> None:
     observe = self.config.observe
     with_page = code == 0 and observe.enable_report
     if observe.enable_pathways_goodput or with_page:
       page.write_or_warn(
-        self.config.run_directory, self._log, with_goodput=observe.enable_pathways_goodput, with_page=with_page
+        self.config.run_directory, self.run.log, with_goodput=observe.enable_pathways_goodput, with_page=with_page
       )

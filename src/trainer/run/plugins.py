@@ -76,7 +76,9 @@ class Plugin:
     self.config, self.data = config, data
 
   def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    """The run's folder is open. `stack` closes what this opens, at the end of the process. May raise ConfigError."""
+    """The run's folder is open. `stack` closes what this opens, at the end of the process. May raise ConfigError. A
+    plug-in that overrides this calls it first."""
+    self.run = run
 
   def recorders(self) -> Sequence[Recorder]:
     """Called whenever this process begins to write the files of the run: each gets the records of metrics.jsonl."""

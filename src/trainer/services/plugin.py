@@ -45,7 +45,8 @@ class Services(Plugin):
   """Sends what a run records to where the configuration asks for it."""
 
   def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    self._opened, observe = run, run.config.observe
+    super().open(run, stack)
+    observe = run.config.observe
     directory, name = run.config.run_directory, run.config.run.run_name
     if url := observe.event_webhook_url:
       webhook = Webhook(url, run.log)
@@ -63,7 +64,7 @@ class Services(Plugin):
       stack.enter_context(CheckpointTimings(directory, name, run.log))
 
   def recorders(self) -> list[Recorder]:
-    opened, config = self._opened, self._opened.config
+    opened, config = self.run, self.config
     run = ServiceRun(config.run.run_name, opened.run_id, config.flat())
     return list(recorders(config.run_directory, config.observe, opened.events.process, opened.log, run))
 

@@ -32,9 +32,9 @@ class Exports(Plugin):
   """
 
   def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    self._run, self._period = self.config.run_directory, self.config.checkpoint.hf_export_period
-    self._log, self._events, self._world = run.log, run.events, run.cluster.world
-    self._checkpoints = StepFolders(f"{self._run}/checkpoints", SINGLE_WORLD, run.log.line)
+    super().open(run, stack)
+    self._directory, self._period = self.config.run_directory, self.config.checkpoint.hf_export_period
+    self._checkpoints = StepFolders(f"{self._directory}/checkpoints", SINGLE_WORLD, run.log.line)
     self._last = 0  # the last step of a complete run
     self._failed: set[int] = set()  # the next start of the run tries these steps again
     self._closed = False
@@ -58,15 +58,16 @@ class Exports(Plugin):
     if not self._period:
       return True
     self._last = step
-    work = self._thread.submit(self._export_all) if self._events.directory is not None else None
+    work = self._thread.submit(self._export_all) if self.run.events.directory is not None else None
     told = False
     while True:
       done = work is None or not futures.wait([work], _POLL_SECONDS).not_done
-      all_done, stops = zip(*self._world.gather([done, stop()]))
+      all_done, stops = zip(*self.run.cluster.world.gather([done, stop()]))
       if all(all_done):
         return True
       if not told or any(stops):
-        self._log.line(f"The exports to {self._run}/hf are {'left to the next start' if any(stops) else 'awaited'}.")
+        what = "left to the next start" if any(stops) else "awaited"
+        self.run.log.line(f"The exports to {self._directory}/hf are {what}.")
         told = True
       if any(stops):
         return False
@@ -83,20 +84,20 @@ class Exports(Plugin):
       self._thread.submit(self._export_all)
 
   def _folder(self, step: int) -> Any:
-    return run_id.folder(f"{self._run}/hf/{step}")
+    return run_id.folder(f"{self._directory}/hf/{step}")
 
   def _export_all(self) -> None:
     try:
       owed = [step for step in self._checkpoints.steps() if self.keeps(step)]
     except (CheckpointError, OSError) as error:
-      self._log.warning(f"no exports to {self._run}/hf for now: {error}")
+      self.run.log.warning(f"no exports to {self._directory}/hf for now: {error}")
       return
     for step in owed:
       self._export(step)
 
   def _export(self, step: int) -> None:
     begin, folder = time.monotonic(), self._folder(step)
-    work = functools.partial(_export_on_cpu, f"{self._run}@{step}", str(folder))
+    work = functools.partial(_export_on_cpu, f"{self._directory}@{step}", str(folder))
     with Workers(1) as self._workers:
       if self._closed:
         return
@@ -107,16 +108,16 @@ class Exports(Plugin):
       except Exception as error:  # noqa: BLE001 -- no failure of an export may end the run
         if not self._closed:
           self._failed.add(step)
-          self._log.warning(f"no export of step {step}: {error} Training goes on; the next start tries again.")
-          self._events.emit("hf_export_failed", step=step, reason=str(error))
+          self.run.log.warning(f"no export of step {step}: {error} Training goes on; the next start tries again.")
+          self.run.events.emit("hf_export_failed", step=step, reason=str(error))
         return
     seconds = time.monotonic() - begin
-    self._log.line(f"Exported step {step} to {folder} in {seconds:.1f} s.")
-    self._events.emit("hf_exported", step=step, path=str(folder), seconds=seconds, background=True)
+    self.run.log.line(f"Exported step {step} to {folder} in {seconds:.1f} s.")
+    self.run.events.emit("hf_exported", step=step, path=str(folder), seconds=seconds, background=True)
 
   def _report(self, line: str) -> None:
     if line.startswith("warning: "):
-      self._log.line(line)
+      self.run.log.line(line)
 
 
 def _export_on_cpu(place: str, directory: str, report: Callable[[str], object]) -> None:

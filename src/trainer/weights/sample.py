@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 
@@ -29,12 +28,9 @@ def continue_text(
 class Sample(Plugin):
   """Prints the trained model's continuation of sample_prompt. If one device cannot hold the model, prints a warning."""
 
-  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    self._run = run
-
   def completed(self, done: Completed) -> None:
-    if self.config.observe.sample_prompt and self._run.cluster.coordination.saves_in_storage():
-      sample(self._run, done)
+    if self.config.observe.sample_prompt and self.run.cluster.coordination.saves_in_storage():
+      sample(self.run, done)
 
 
 def sample(run: Opened, done: Completed) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from typing import TypeAlias
 
@@ -12,7 +11,7 @@ from jax.experimental import multihost_utils
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.models.decoder import Params
-from trainer.run.plugins import Opened, Plugin, Scores, UnlessStopped
+from trainer.run.plugins import Plugin, Scores, UnlessStopped
 from trainer.run.run_data import RunData
 from trainer.weights import hf_config, sources
 from trainer.weights.model import Model
@@ -41,9 +40,6 @@ class Scorer(Plugin):
     except ConfigError as error:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 
-  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    self._log = run.log
-
   def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
     """The scores of the parameters after `step`, on one of their devices; None: no tasks, or a warning says why not.
     All processes that hold parts of `params` must call."""
@@ -70,10 +66,10 @@ class Scorer(Plugin):
     if isinstance(scores, Exception):
       runtime = isinstance(scores, jax.errors.JaxRuntimeError)
       why = "; one device must hold the whole model" if runtime else f": {type(scores).__name__}"
-      self._log.warning(f"no scores of eval_tasks at step {step}{why}: {scores}")
+      self.run.log.warning(f"no scores of eval_tasks at step {step}{why}: {scores}")
       return None
     for task, values in scores.items():
       numbers = ", ".join(f"{metric} {value:.4f}" for metric, value in values.items())
-      self._log.line(f"scores of {task} at step {step}: {numbers}")
-    self._log.line(f"Scored {len(scores)} tasks in {time.monotonic() - start:.2f} s.")
+      self.run.log.line(f"scores of {task} at step {step}: {numbers}")
+    self.run.log.line(f"Scored {len(scores)} tasks in {time.monotonic() - start:.2f} s.")
     return scores

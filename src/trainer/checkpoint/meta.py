@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
+from trainer.config import answers
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
 from trainer.config.schema import Config
 
@@ -58,7 +59,12 @@ def check_config(
   differences = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
   if refused := {key: pair for key, pair in differences.items() if key in compared}:
     raise ConfigMismatch(_message(saved, refused, differences))
-  return [f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()]
+  gone = {key: answers.entry_of(key) for key in before if key not in config}
+  return [f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()] + [
+    f"{key}: {before[key]!r} in the checkpoint. {entry['remedy']}"
+    for key, entry in gone.items()
+    if entry and answers.changes_numbers(entry, str(before[key]))
+  ]
 
 
 def _message(

@@ -263,7 +263,7 @@ def _services(given: dict[str, Given]) -> dict[str, Given]:
   for name, switch in switches.items():
     services = [service for service in services if service != SWITCHES[name] or switch.value]
     services += [SWITCHES[name]] * (bool(switch.value) and SWITCHES[name] not in services)
-  origin = ", ".join(f"{name}={str(switch.value).lower()} {switch.origin}" for name, switch in switches.items())
+  origin = ", ".join(f"{name}={str(switch.value).lower()} ({switch.origin})" for name, switch in switches.items())
   return {"services": Given(",".join(services), origin)}
 
 

@@ -88,7 +88,7 @@ def test_time_that_incidents_share_is_charged_once():
 
 def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path):
   """Two losses that overlap: the second one is detected while the run still recovers from the first one."""
-  run = fake_run.FakeRun(tmp_path / "two", steps=9, chip_hour_price=3600.0)
+  run = fake_run.FakeRun(tmp_path / "two", steps=9)
   for step in range(1, 5):
     run.step(step)
   for slice_id in (1, 2):

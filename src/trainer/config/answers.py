@@ -16,7 +16,7 @@ import yaml
 # What an unknown value of a key may have been meant for.
 HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
 
-OLDER = "of older versions"  # how `what` of a key ends that this program had
+_OLDER = "of older versions"  # how `what` of a key ends that this program had
 # Values of MaxText that turn off what a key is about.
 _OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
@@ -61,16 +61,14 @@ def says_nothing(name: str, value: str | None, *, recorded: bool) -> bool:
   entry = entry_of(name.replace("-", "_"))
   if entry is None or value is None:
     return False
-  if "accepted" in entry and _same(value, entry["accepted"]):
-    return True
-  return recorded and entry["what"].endswith(OLDER) and not changes_numbers(entry, value)
+  dropped = recorded and entry["what"].endswith(_OLDER) and not changes_numbers(entry, value)
+  return dropped or value.lower() == entry.get("accepted")
 
 
-def _same(value: str, other: str) -> bool:
-  try:
-    return float(value) == float(other)
-  except ValueError:
-    return value.lower() == other
+def lost(name: str, value: str) -> str:
+  """What to do about a key of older versions with a value that changed the numbers of the run; "" for others."""
+  entry = entry_of(name)
+  return entry["remedy"] if entry and entry["what"].endswith(_OLDER) and changes_numbers(entry, value) else ""
 
 
 def translated(name: str, value: str) -> str:

@@ -15,7 +15,7 @@ from trainer.models.generation import Sampling
 from trainer.process.signals import StopRequested
 from trainer.run.plugins import Completed, Opened, Plugin
 
-_TOKENS = 64
+_TOKENS = 64  # of a sample
 
 
 def continue_text(

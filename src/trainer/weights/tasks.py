@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from trainer.config.errors import ConfigError, how_to_install
-from trainer.config.schema import listed
 from trainer.weights.model import Model
 
 Scores: TypeAlias = dict[str, dict[str, float]]  # {task: {metric: value}}
@@ -28,7 +27,7 @@ class Tasks:
       from lm_eval.tasks import TaskManager
     except ImportError as error:
       raise ConfigError(f"tasks need lm-evaluation-harness ({error}). {how_to_install('lm_eval')}.") from error
-    places, _, wanted = zip(*(name.rpartition("/") for name in listed(names)), strict=True)
+    places, _, wanted = zip(*(name.strip().rpartition("/") for name in names.split(",")), strict=True)
     folders = [os.path.expanduser(place) for place in dict.fromkeys((folder, *places)) if place]
     if missing := next((place for place in folders if not os.path.isdir(place)), ""):
       raise ConfigError(f"{missing}: is no folder. Give the folder with the YAMLs of the tasks.")

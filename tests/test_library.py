@@ -26,7 +26,7 @@ import pytest
 from tests.support.command import TINY
 from tests.support.elastic_harness import cached_in
 from tests.support.wheel import build_once, run_in
-from tests.test_code_blocks import blocks
+from tests.pages.test_code_blocks import blocks
 
 import trainer
 from input_pipeline.loader import loader_of

@@ -166,9 +166,9 @@ def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[
 def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
   """Whether --print-config has written this file, which has every model key and names a model.
 
-  The other possibility is a copy of base.yml to which a model_name was added. A printed file has values of the model
-  that are no defaults, and the copy has none. In a printed file a default is a choice of the user, who replaced the
-  model's value with override_model_config; in the copy it is none.
+  Else it is a copy of base.yml to which a model_name was added. A printed file has the model's values, and some are no
+  defaults; the copy has only defaults. Where the copy has a default, the model's value counts. Where a printed file has
+  one, the default counts: the user has replaced the model's value, with override_model_config.
   """
   if not own["override_model_config"].value or own["model_name"].value == "default":
     return False

@@ -126,10 +126,10 @@ def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: dict[str, Any], rows: Any) -> Any:
-  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its own rows.
+  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its rows.
 
-  axes: logical axes of "layers" (the `weights`) and "head". totals: arrays with these axes, or None for both; `run`
-  returns those of the head unchanged. rows: arrays [B, ...].
+  axes: the logical axes of the `weights` under "layers", and of the output head under "head". totals: {"layers": ...,
+  "head": ...}: arrays with these axes, or None for both. `run` returns totals["head"] unchanged. rows: arrays [B, ...].
 
   Inside `run`, arrays are those of one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it

@@ -237,7 +237,7 @@ class Coordinator(Epochs):
       return []
     effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
-      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._mend()
+      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._reconnect()
     if self.phase == "leading" and self._is_broken():
       effects += self._gather_again()
     if self.phase == "gathering":

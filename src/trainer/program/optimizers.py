@@ -37,9 +37,10 @@ class Own:
   def replace(
     self, optimizer: optax.GradientTransformation, rate: Schedule, abstract: Callable[[], Any], logical_axes: Any
   ) -> tuple[optax.GradientTransformation, Schedule]:
-    """Own ones where there are, or else `optimizer` and `rate`. abstract: returns the weights, abstract.
+    """The optimizer and the schedule that the program gives; where it gives none, `optimizer` and `rate`. abstract:
+    returns the abstract weights.
 
-    Raises ConfigError if an own one cannot be part of a compiled step whose state is saved and sharded.
+    Raises ConfigError if what it gives cannot be part of a compiled step whose state is saved and sharded.
     """
     if self.optimizer is not None:
       optimizer, rate = _checked(self.optimizer, abstract(), logical_axes), lambda step: jnp.float32(1)

@@ -117,7 +117,7 @@ class Program:
   model: DecoderFunctions
   attention: Attention
   grouped_matmul: grouped_matmul.Chosen  # of experts
-  own: Own  # of the program that uses the library
+  own: Own  # schedule and optimizer that the user of the library gives
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md has every class of errors and every runtime meaning, and the program has each of its lines."""
+"""docs/troubleshooting.md has every class of errors and every runtime meaning, and the program has all of its lines."""
 
 from __future__ import annotations
 

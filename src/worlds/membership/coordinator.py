@@ -107,8 +107,8 @@ class Coordinator(Epochs):
     return []
 
   def done(self, member: int, lane: int, epoch: int, round_name: str, checksum: int) -> Effects:
-    """`member` has the sums of the round in this epoch, and has computed its shares with weights of this checksum. The last
-    report of an epoch's round commits it, if all have the same weights."""
+    """`member` has the sums of the round in this epoch, and has computed its shares with weights of this checksum. The
+    last report of an epoch's round commits it, if all have the same weights."""
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []

@@ -391,7 +391,7 @@ def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[
   text = shorten(elastic.fault_injection)
   faults = parse_faults(elastic.fault_injection)
   kinds = dict.fromkeys("random" if isinstance(fault, RandomFaults) else fault.kind for fault in faults)
-  of_slices = [kind for kind in kinds if kind != "ckpt_kill"]
+  of_slices = [kind for kind in kinds if kind != "ckpt_kill" and not kind.startswith("flip_")]
   if of_slices and not elastic.elastic_enabled:
     yield (
       f"fault_injection={text}: {', '.join(of_slices)} would only end a run that is not elastic.\n"

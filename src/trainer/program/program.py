@@ -139,11 +139,11 @@ class Program:
     """Returns the compiled training step: (state, batch) -> (state, metrics)."""
     return self.lower().compile(compiler_options=dict(self.compiler_options))
 
-  def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
+  def compile_halves(self, *, evaluates: bool, adds: bool, witnesses: bool = False) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
 
-    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares. A share has the same
-    bits, whichever slice computes it.
+    evaluates, adds, witnesses: whether the run evaluates, whether a slice adds the sums of its shares, and whether it
+    compares them. A share has the same bits, whichever slice computes it.
     """
     sums = step.abstract_sums(self.state, self.mesh)
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
@@ -159,7 +159,17 @@ class Program:
       apply = second.compile({**self.compiler_options, **same})
       evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
-      return Halves(sums, first, apply, evaluation, checksum)
+      halves = Halves(sums, first, apply, evaluation, checksum)
+      return self._with_digests(halves, out_shardings[1]) if witnesses else halves
+
+  def _with_digests(self, halves: Halves, replicated: NamedSharding) -> Halves:
+    """Returns the halves with what the members of a witness compare."""
+    trees = {id(part.tree): part.tree for part in halves.sums.parts}  # stages of layers share one
+    of_tree = jax.jit(state.digest, out_shardings=replicated)
+    compiled = {key: of_tree.lower(tree).compile() for key, tree in trees.items()}
+    digests = [compiled[id(part.tree)] for part in halves.sums.parts]
+    whole = jax.jit(state.checksum, out_shardings=replicated).lower(self.state).compile()
+    return dataclasses.replace(halves, state_checksum=whole, digests=digests)
 
   def init(self, key: jax.Array) -> TrainState:
     """Returns a fresh sharded state from `key`: the same numbers on every mesh."""
@@ -198,6 +208,9 @@ class Halves:
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
   checksum: Callable[[Params], jax.Array]  # `state.checksum`
+  # Only with a witness: the checksum of the whole state, and `state.digest` of each part of `sums`.
+  state_checksum: Callable[[TrainState], jax.Array] | None = None
+  digests: Sequence[Callable[[Any], jax.Array]] = ()
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:

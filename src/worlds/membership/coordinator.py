@@ -44,6 +44,8 @@ class Coordinator(Epochs):
     """A process of `member` has connected."""
     if self.code is not None:
       return [Send(member, message("end", code=self.code, reason=""))]
+    if reason := self.failures.barred.get(member):
+      return [Send(member, message("end", code=FAILED, reason=f"The supervisor refuses this process. {reason}"))]
     found = self._members.setdefault(member, Member(lanes))
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
@@ -121,7 +123,10 @@ class Coordinator(Epochs):
     self.live.add(member)
     if not self._done.keys() >= self.active:
       return []
-    return self._differing() or self._commit(round_name)
+    if differing := self._differing():
+      return differing
+    effects, commits = self._compared()
+    return [*effects, *(self._commit(round_name) if commits else [])]
 
   def _differing(self) -> Effects:
     """Ends the members whose weights differ from the weights of most members. If two groups of members are equally
@@ -329,6 +334,7 @@ class Coordinator(Epochs):
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""
+    self.witness.committed()
     self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)

@@ -41,6 +41,7 @@ class Failures:
     self._furthest = 0, False  # (step, whether it is evaluated) of the newest round that was ever committed
     self._rounds: Counter[int] = Counter()  # new rounds, by the member that has computed them
     self._members: dict[int, _Member] = {}
+    self.barred: dict[int, str] = {}  # {member that has computed wrong sums, and does not return: what is known}
     self._steady: set[int] = set()  # members that compute and were not lost since the last recovery
 
   @property
@@ -75,6 +76,8 @@ class Failures:
     else:
       found.failures = 0
     longest = _LONGEST_WAIT_SECONDS if waits else _LONGEST_PAUSE_SECONDS
+    if member in self.barred:
+      return 1, float("inf")
     return found.ends, min(_FIRST_PAUSE_SECONDS * 2.0 ** min(found.ends - 1, 30), longest)
 
   def refuses(self, member: int) -> None:
@@ -91,7 +94,7 @@ class Failures:
 
   def away(self) -> set[int]:
     """Members that ended again and again: nobody should wait for them."""
-    return {member for member, found in self._members.items() if found.ends >= _REPEATED}
+    return {member for member, found in self._members.items() if found.ends >= _REPEATED} | self.barred.keys()
 
   # ---- the run
 

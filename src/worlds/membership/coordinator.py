@@ -133,7 +133,8 @@ class Coordinator(Epochs):
     large, the primary's group stays."""
     counts = Counter(self._done.values())
     right = self._done[max(self._done, key=lambda m: (counts[self._done[m]], m == self.primary, -m))]
-    reason = f"it has computed {self._round!r} with other weights than the other members"
+    what = "another state (weights or optimizer)" if self.witness.sums else "other weights"
+    reason = f"it has computed {self._round!r} with {what} than the other members"
     return [Kill(member, reason, 0.0) for member in sorted(self._done) if self._done[member] != right]
 
   def leave(self, member: int) -> Effects:

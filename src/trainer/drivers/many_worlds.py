@@ -23,6 +23,7 @@ from trainer.cluster import View, multiprocess
 from trainer.config.schema import Config
 from trainer.drivers import joining
 from trainer.drivers.rounds import Own, Rounds, Share
+from trainer.drivers.witness import ComparedShare, of_all_devices
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
@@ -35,7 +36,6 @@ from trainer.program.step import Sums
 from trainer.run import driver
 from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.session import Session
-from trainer.run.witness import ComparedShare, of_all_devices
 from worlds.exchange import Part
 from worlds.membership.client import SupervisorLost
 from worlds.membership.messages import Message, failing_line, slow_line

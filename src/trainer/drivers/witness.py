@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from trainer.drivers.rounds import Own, Share
 from trainer.program.program import Halves
-from trainer.run.rounds import Own, Share
 from worlds.exchange import Part
 from worlds.membership.witness import Drawn, draw
 from worlds.peers import Peers

@@ -351,15 +351,17 @@ def _elastic(
   least = elastic.elastic_min_slice_count
   if least == 0:
     yield "elastic_min_slice_count=0: must be at least 1, or -1 for all slices.\nUse 1."
-  if not elastic.elastic_enabled:
+  if not elastic.elastic_enabled and not elastic.witness_period:
     return
+  key, reason = ("elastic_enabled=true", "survive") if elastic.elastic_enabled else ("a witness", "be checked")
   for name, size in rules.group_sizes(parallelism, "dcn").items():
     if size != 1 and name != "dcn_data_parallelism":
       yield (
-        f"{name}={size}: must be 1 with elastic_enabled=true, because a slice must hold the whole state to survive "
-        "alone.\n"
+        f"{name}={size}: must be 1 with {key}, because a slice must hold the whole state to {reason} alone.\n"
         f"Use {name}=1 and shard inside the slice with {name.replace('dcn', 'ici')}."
       )
+  if not elastic.elastic_enabled:
+    return
   replicas = parallelism.dcn_data_parallelism
   slices = cluster.num_slices or max(replicas, 0)
   if slices and least > slices:

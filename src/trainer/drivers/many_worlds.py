@@ -23,7 +23,7 @@ from trainer.cluster import View, multiprocess
 from trainer.config.schema import Config
 from trainer.drivers import joining
 from trainer.drivers.rounds import Own, Rounds, Share
-from trainer.drivers.witness import ComparedShare, of_all_devices
+from trainer.drivers.witness import ComparedShare
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
@@ -114,12 +114,11 @@ class ManyWorlds:
       trees = flips([part.tree for part in parts], share)
       return Own(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
-    compared, checksum = None, functools.partial(int, self._halves.checksum(state.params))
-    if self._halves.state_checksum is not None and n % self._period == 0:
-      compared = ComparedShare(
-        self._peers, self._halves, self._config.data.data_shuffle_seed, n // self._period, compute
-      )
-      checksum = functools.partial(lambda found: int(of_all_devices(found)), self._halves.state_checksum(state))
+    compared, checksum, checks = None, functools.partial(int, self._halves.checksum(state.params)), self._halves.checks
+    if checks is not None and n % self._period == 0:
+      seed, check = self._config.data.data_shuffle_seed, n // self._period
+      compared = ComparedShare(self._peers, checks, seed, check, compute)
+      checksum = functools.partial(checks.number, checks.of_state(state))
     scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total, compared)
     sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
     self._state, metrics = self._halves.apply(state, sums)

@@ -6,9 +6,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
+
+from jax import Device
 
 from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
@@ -88,11 +90,11 @@ class FaultInjector:
         self.record(fault, step)
         self._make(fault)
 
-  def flips(self, kind: Kind, slice_id: int) -> Flips:
-    """The flips of this kind that hit the slice now, in the step under way."""
+  def flips(self, kind: Kind, slice_id: int, devices: Sequence[Device] | None = None) -> Flips:
+    """The flips of this kind that hit the slice now, in the step under way. devices: see `Flips`."""
     found = [fault for fault in self.flipping if (fault.kind, fault.slice) == (kind, slice_id)]
     self.flipping = [fault for fault in self.flipping if fault.sticky or fault not in found]
-    return Flips(found)
+    return Flips(found, devices)
 
   def waits(self, step: int) -> bool:
     """Whether a fault that is due at `step` needs the compilations in the background."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax import Device
 
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, RandomFaults
@@ -18,18 +19,16 @@ X = TypeVar("X")
 class Flips:
   """The faults of one kind that hit one slice now."""
 
-  def __init__(self, faults: Sequence[Fault]) -> None:
-    self._faults = faults
+  def __init__(self, faults: Sequence[Fault], devices: Collection[Device] | None = None) -> None:
+    """devices: in whose memory bits flip. None: all of this process."""
+    self._faults, self._devices = faults, devices
     self._hit: set[Hashable] = set()
-
-  def __bool__(self) -> bool:
-    return bool(self._faults)
 
   def __call__(self, tree: X, what: Hashable = None) -> X:
     """Returns `tree` with one bit of one array flipped for each fault. Only sticky faults hit the same `what` twice."""
     for fault in self._faults:
       if fault.sticky or what not in self._hit:
-        tree = _flipped(tree, fault)
+        tree = _flipped(tree, fault, self._devices)
     self._hit.add(what)
     return tree
 
@@ -55,15 +54,15 @@ def _found(tree: Any, fault: Fault) -> list[int]:
   return [index for index, name in enumerate(_names(tree)) if fault.array in name and sizes[index]]
 
 
-def _flipped(tree: X, fault: Fault) -> X:
-  """Returns `tree` with one flipped bit, in the memory of one device of this process. The fault decides which one."""
+def _flipped(tree: X, fault: Fault, devices: Collection[Device] | None) -> X:
+  """Returns `tree` with one flipped bit, in the memory of one of the devices. The fault decides which one."""
   chance = random.Random(str(fault))
   leaves, structure = jax.tree.flatten(tree)
   if not (found := _found(tree, fault)):  # a part of the gradients, for example
     return tree
   index = chance.choice(found)
   shards = [shard.data for shard in leaves[index].addressable_shards]
-  at = chance.randrange(len(shards))
+  at = chance.choice([i for i, shard in enumerate(shards) if devices is None or shard.devices() <= set(devices)])
   values = np.array(shards[at])
   bits = values.reshape(-1).view(f"uint{8 * values.itemsize}")
   place = chance.randrange(bits.size)

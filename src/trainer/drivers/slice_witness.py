@@ -1,0 +1,102 @@
+"""The witness where one controller drives all slices.
+
+The step is one program on all slices, which does not show what each of them adds to its sums. So slices that are drawn
+compute one micro-batch of the step by a program of their own, from their own copies of the weights, before the step.
+The bits of the state are compared too, of all slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+from jax import Device
+
+from trainer.cluster import View
+from trainer.config.schema import Config
+from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.events import SliceWrong
+from trainer.parallel.mesh import DATA
+from trainer.program import program
+from trainer.program.checks import Checks
+from trainer.program.program import Feed, Program
+from trainer.program.share_sums import ShareSums
+from trainer.program.state import TrainState
+from trainer.run.session import Session
+from worlds.exchange import Part
+from worlds.membership.witness import Sums, Witness, alarm_line, draw
+
+
+class SliceWitness:
+  """Compares the slices of one view."""
+
+  def __init__(self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program) -> None:
+    """full: the program of the view."""
+    self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
+
+  def compare(self, state: TrainState, n: int) -> None:
+    """Compares the slices before step n. Raises SliceWrong if one of them has wrong sums or a wrong state, and if it is
+    not known which one of two."""
+    alive = self._view.slices
+    states = dict(zip(alive, _by_slice(state, self._view.devices)))
+    shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps
+    dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive) if index < shares}
+    drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt, {})
+    self._agree(f"the state before step {n}", alive, lambda slice_id: self._state(slice_id, states[slice_id]))
+    flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id) for slice_id in alive}
+
+    def sums(slice_id: int) -> Sums:
+      feed, share_sums, checks = self._of(slice_id)
+      scalars, parts = share_sums(states[slice_id].params, feed.share(n - 1, drawn.share))
+      trees = flips[slice_id]([part.tree for part in parts])
+      return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
+
+    self._agree(f"step {n}", drawn.members, sums)
+
+  def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
+    """The programs of one slice. Its share is one micro-batch."""
+    compiled = self._session.programs.checks
+    if slice_id not in compiled:
+      config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
+      devices = self._session.cluster.slices[slice_id]
+      own = program.build(config, (devices,), 1, self._full.own)
+      sums = own.compile_share(adds=False)
+      compiled[slice_id] = own, sums, own.compile_checks(sums)
+    own, sums, checks = compiled[slice_id]
+    return Feed(self._session.data.train, own), sums, checks
+
+  def _state(self, slice_id: int, state: TrainState) -> Sums:
+    _, _, checks = self._of(slice_id)
+    return checks.read_state(checks.of_state(state))
+
+  def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
+    """Compares what the slices `members` compute, and others if they differ."""
+    witness, wanted = Witness(), members
+    while True:
+      witness.sums |= {slice_id: compute(slice_id) for slice_id in wanted}
+      found = witness.verdict(0, self._view.slices)
+      if found.kind == "equal":
+        return
+      if found.kind not in ("ask", "again"):
+        break
+      wanted = found.members
+      if found.kind == "again":
+        witness.sums = {}
+    devices = dict(zip(self._view.slices, self._view.devices))
+    where = {str(slice_id): ", ".join(map(str, devices[slice_id])) for slice_id in found.members}
+    fields = {"outcome": found.kind, "round": what, "members": list(found.members), "arrays": dict(found.arrays)}
+    record = self._session.events.emit("witness", where=where, **fields)
+    self._session.log.line(alarm_line(record))
+    if found.kind == "removed":
+      self._session.cluster.bar(found.members)
+    if found.kind != "transient":
+      raise SliceWrong(alarm_line(record), found.members if found.kind == "removed" else ())
+
+
+def _by_slice(state: TrainState, devices: Sequence[Sequence[Device]]) -> list[TrainState]:
+  """The copy of the state of each slice: arrays that share their memory with those of `state`."""
+  from pathwaysutils.experimental.split_by_mesh_axis import split_by_mesh_axis  # imports Orbax, which takes long
+
+  leaves, structure = jax.tree.flatten(state)
+  parts = {frozenset(part[0].sharding.device_set): part for part in split_by_mesh_axis(leaves, DATA, len(devices))}
+  return [jax.tree.unflatten(structure, parts[frozenset(of_slice)]) for of_slice in devices]

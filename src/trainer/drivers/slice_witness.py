@@ -33,6 +33,7 @@ class SliceWitness:
   def __init__(self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program) -> None:
     """full: the program of the view."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
+    self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
 
   def compare(self, state: TrainState, n: int) -> None:
     """Compares the slices before step n. Raises SliceWrong if one of them has wrong sums or a wrong state, and if it is
@@ -76,6 +77,7 @@ class SliceWitness:
       witness.sums |= {slice_id: compute(slice_id) for slice_id in wanted}
       found = witness.verdict(0, self._view.slices)
       if found.kind == "equal":
+        self._agreed |= dict.fromkeys(members, what)
         return
       if found.kind not in ("ask", "again"):
         break
@@ -85,7 +87,8 @@ class SliceWitness:
     devices = dict(zip(self._view.slices, self._view.devices))
     where = {str(slice_id): ", ".join(map(str, devices[slice_id])) for slice_id in found.members}
     fields = {"outcome": found.kind, "round": what, "members": list(found.members), "arrays": dict(found.arrays)}
-    record = self._session.events.emit("witness", where=where, **fields)
+    agreed = {str(slice_id): self._agreed[slice_id] for slice_id in found.members if slice_id in self._agreed}
+    record = self._session.events.emit("witness", where=where, agreed=agreed, **fields)
     self._session.log.line(alarm_line(record))
     if found.kind == "removed":
       self._session.cluster.bar(found.members)

@@ -335,7 +335,7 @@ class Coordinator(Epochs):
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""
-    self.witness.committed()
+    self.witness.committed(round_name)
     self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)

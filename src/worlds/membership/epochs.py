@@ -256,7 +256,8 @@ class Epochs:
       what = "computes the share too" if found.kind == "ask" else "compute the step again: no other slice can decide"
       return [Note(f"Witness of {self._round}: sums of a share differ. Slice {names} {what}."), *self._world()], False
     where = {str(member): self._members[member].where for member in found.members}
-    fields = {"members": list(found.members), "where": where, "arrays": dict(found.arrays)}
+    agreed = {str(member): self.witness.agreed[member] for member in found.members if member in self.witness.agreed}
+    fields = {"members": list(found.members), "where": where, "agreed": agreed, "arrays": dict(found.arrays)}
     told = message("alarm", outcome=found.kind, round=self._round, **fields)
     line = alarm_line(told)
     effects: Effects = [Note(line), *(Send(member, told) for member in sorted(self.active))]

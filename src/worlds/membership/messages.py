@@ -71,8 +71,9 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # computes the share of the witness; []: as drawn. since: sums of epochs before this one are computed again.
   "check": {"epoch": int, "unlike": dict, "asked": list, "since": int},
   # The sums of a share have differed. outcome: "removed": `members` are wrong and taken out; "transient": all computed
-  # again and agree; "undecided": the run ends. where: {member: its host and devices}. arrays: {array: bits at least}.
-  "alarm": {"outcome": str, "round": str, "members": list, "where": dict, "arrays": dict},
+  # again and agree; "undecided": the run ends. where: {member: its host and devices}. agreed: {member: the last
+  # round in which its sums did not differ}. arrays: {array: how many bits, at least}.
+  "alarm": {"outcome": str, "round": str, "members": list, "where": dict, "agreed": dict, "arrays": dict},
   # As `world`, but there are too few members to go on: wait for the next `world`.
   "hold": _WORLD,
   # No member is known to have the state: answer with `ready`. A member that has received the state at the last moment

@@ -77,14 +77,19 @@ class Witness:
   asked: list[int] = dataclasses.field(default_factory=list)  # members that compute the share; none: as drawn
   since: int = 0  # sums that were computed in earlier epochs do not count
   before: dict[int, Sums] = dataclasses.field(default_factory=dict)  # what was computed before `since`
+  agreed: dict[int, str] = dataclasses.field(
+    default_factory=dict
+  )  # {member: the last round in which its sums were right}
 
   def begin_epoch(self, active: Collection[int]) -> None:
     """The round is repeated by these members."""
     self.sums = {}
     self.asked = [member for member in self.asked if member in active]
 
-  def committed(self) -> None:
+  def committed(self, round_name: str) -> None:
     """The round is over."""
+    if len(self.sums) > 1:
+      self.agreed |= dict.fromkeys(self.sums, round_name)
     self.sums, self.asked, self.since, self.before = {}, [], 0, {}
 
   def check(self, epoch: int, unlike: Mapping[int, int]) -> Message | None:
@@ -132,7 +137,11 @@ def alarm_line(alarm: Mapping[str, Any]) -> str:
   bits = ", ".join(f"{name} ({bits})" for name, bits in sorted(alarm["arrays"].items()))
   what = f"Witness of {alarm['round']}: arrays that differ, with the least number of bits: {bits}."
   if alarm["outcome"] == "removed":
-    return f"{what} Wrong sums from {who}: the others agree. It is taken out and does not return by itself."
+    agreed = ", ".join(alarm["agreed"].get(str(member), "none") for member in alarm["members"])
+    return (
+      f"{what} Wrong sums from {who}: the others agree. It is taken out and does not return by itself. Its last "
+      f"comparison without a difference: {agreed}. Steps since then may have used wrong sums."
+    )
   if alarm["outcome"] == "transient":
     blamed = f"{who} computed other bits the first time" if who else "it is not known which slice was wrong"
     return f"{what} All members computed the step again and agree: {blamed}. The run goes on."

@@ -40,7 +40,7 @@ class Member:
   stop: bool = False
   told: str = ""  # the evaluation that it has told of
   check: dict[str, Any] = field(default_factory=dict)  # the last message of this kind
-  sums: dict[tuple[str, int], int] = field(default_factory=dict)  # {(round, since): what it has computed of the witness}
+  sums: dict[tuple[str, int], int] = field(default_factory=dict)  # {(round, since): the sums that it computed}
   exit: int | None = None
 
   @property

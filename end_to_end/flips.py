@@ -15,12 +15,16 @@ Last, sums that are equal are compared 100,000 times, with members that are lost
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import random
+import sys
+import tempfile
 import threading
 import time
 import types
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -314,7 +318,7 @@ def broken_simulated(harness: Harness, seed: int, losses: Mapping[int, float]) -
   chance = random.Random(seed)
   kind, period, slice_id = (
     chance.choice(["flip_gradient", "flip_weight", "flip_optimizer"]),
-    chance.choice([1, 2, 3]),
+    chance.choice([1, 2]),
     chance.randrange(3),
   )
   fault = Fault(kind, chance.randint(1, STEPS - 3 * period), slice_id, sticky=kind == "flip_gradient")
@@ -373,9 +377,8 @@ def main() -> int:
         bad += 1
         print(f"simulated flip {seed} ({what}) breaks {rules}", flush=True)
   alarms = false_alarms(100_000)
-  print(
-    f"{kinds.total()} flips ({dict(sorted(kinds.items()))}), {bad} of them break a rule. False alarms in 100,000: {alarms}."
-  )
+  print(f"{kinds.total()} flips ({dict(sorted(kinds.items()))}), {bad} of them break a rule.")
+  print(f"100,000 comparisons of equal sums: {alarms} alarms.")
   return int(bad > 0 or alarms > 0)
 
 

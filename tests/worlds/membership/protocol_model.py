@@ -40,7 +40,7 @@ class Member:
   stop: bool = False
   told: str = ""  # the evaluation that it has told of
   check: dict[str, Any] = field(default_factory=dict)  # the last message of this kind
-  sums: dict[tuple[str, int], int] = field(default_factory=dict)  # {(round, since): the sums that it computed}
+  sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by round and `since`
   exit: int | None = None
 
   @property
@@ -77,8 +77,8 @@ class Model:
     wrong: Collection[int] = (),
     wrong_once: Collection[tuple[int, int]] = (),
   ) -> None:
-    """slow_until: {member: the step up to which it needs twice as long for a share}. wrong: members whose sums are wrong
-    always. wrong_once: (member, step) of sums that are right when they are computed again."""
+    """slow_until: {member: the step up to which it needs twice as long for a share}. wrong: members whose sums are
+    always wrong. wrong_once: (member, step) of sums that are right when they are computed again."""
     self.witness, self.wrong, self.wrong_once = witness, set(wrong), set(wrong_once)
     self.alarms: list[dict[str, Any]] = []  # as each member got them
     self.comparisons = 0

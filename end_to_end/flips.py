@@ -368,6 +368,8 @@ def main() -> int:
       if rules := broken(flip, played, runs.right(flip.slices, flip.group)):
         bad += 1
         print(f"flip {seed} ({flip}) breaks {rules}: {played.log}", flush=True)
+      if (seed + 1) % 100 == 0:
+        print(f"{seed + 1 - args.first} flips, {bad} of them break a rule", flush=True)
     harness = Harness(Path(name), prepare_steps=False)
     losses = harness.run("undisturbed", KEYS).losses if args.simulated else {}
     for seed in range(args.first, args.first + args.simulated):

@@ -72,10 +72,11 @@ class SliceWitness:
 
   def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
     """Compares what the slices `members` compute, and others if they differ."""
-    witness, wanted = Witness(), members
+    witness, wanted, alive = Witness(), members, self._view.slices
     while True:
-      witness.sums |= {slice_id: compute(slice_id) for slice_id in wanted}
-      found = witness.verdict(0, self._view.slices)
+      for slice_id in wanted:
+        witness.computed(slice_id, compute(slice_id))
+      found = witness.verdict(0, alive)
       if found.kind == "equal":
         self._agreed |= dict.fromkeys(members, what)
         return
@@ -83,8 +84,8 @@ class SliceWitness:
         break
       wanted = found.members
       if found.kind == "again":
-        witness.sums = {}
-    devices = dict(zip(self._view.slices, self._view.devices))
+        witness.begin_epoch(alive)
+    devices = dict(zip(alive, self._view.devices))
     where = {str(slice_id): ", ".join(map(str, devices[slice_id])) for slice_id in found.members}
     fields = {"outcome": found.kind, "round": what, "members": list(found.members), "arrays": dict(found.arrays)}
     agreed = {str(slice_id): self._agreed[slice_id] for slice_id in found.members if slice_id in self._agreed}

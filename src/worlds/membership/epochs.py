@@ -227,7 +227,7 @@ class Epochs:
   def witnessed(self, member: int, epoch: int, sums: Sums) -> Effects:
     """`member` has computed the share of the witness. Its `done` follows."""
     if epoch == self.epoch and member in self.active:
-      self.witness.sums[member] = sums
+      self.witness.computed(member, sums)
     return []
 
   def _tell_of_witness(self) -> Effects:
@@ -264,7 +264,7 @@ class Epochs:
     if found.kind == "undecided":
       effects += self.end(FAILED, line)
     elif found.kind == "removed":
-      self.failures.barred |= dict.fromkeys(found.members, line)
+      self.failures.bar(found.members, line)
       effects += [Kill(member, f"it has computed wrong sums of {self._round!r}", 0.0) for member in found.members]
     return effects, found.kind == "transient"
 

@@ -41,7 +41,7 @@ class Failures:
     self._furthest = 0, False  # (step, whether it is evaluated) of the newest round that was ever committed
     self._rounds: Counter[int] = Counter()  # new rounds, by the member that has computed them
     self._members: dict[int, _Member] = {}
-    self.barred: dict[int, str] = {}  # {member that has computed wrong sums, and does not return: what is known}
+    self.barred: dict[int, str] = {}  # {member that does not return: the reason}
     self._steady: set[int] = set()  # members that compute and were not lost since the last recovery
 
   @property
@@ -84,6 +84,15 @@ class Failures:
     """The member has found an error of the configuration or the input, and will end."""
     found = self._members.setdefault(member, _Member())
     found.failures, found.code, found.rounds = max(found.failures, 1), BAD_INPUT, self._rounds[member]
+
+  def bar(self, members: Collection[int], reason: str) -> None:
+    """These members have computed wrong sums. They do not return, until `readmit`."""
+    self.barred |= dict.fromkeys(members, reason)
+
+  def readmit(self, members: Collection[int]) -> None:
+    """A person has replaced these members."""
+    for member in members:
+      self.barred.pop(member, None)
 
   def failing(self) -> dict[int, int]:
     """{member that would fail again, because it has done nothing since it failed: its last exit code}. Wrong input is

@@ -81,6 +81,10 @@ class Witness:
     default_factory=dict
   )  # {member: the last round in which its sums were right}
 
+  def computed(self, member: int, sums: Sums) -> None:
+    """`member` has computed the share."""
+    self.sums[member] = sums
+
   def begin_epoch(self, active: Collection[int]) -> None:
     """The round is repeated by these members."""
     self.sums = {}

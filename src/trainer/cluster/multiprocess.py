@@ -101,7 +101,8 @@ def numerics(device: Device) -> str:
   """What the bits of a program's results on the device depend on, besides the program and its compiler options."""
   kind, info = device.device_kind, Path("/proc/cpuinfo")
   if device.platform == "cpu" and info.exists():  # programs use all instructions of this CPU
-    kind = next((line.partition(":")[2].strip() for line in info.open() if line.startswith("model name")), kind)
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+    kind = models[0].partition(":")[2].strip() if models else kind
   flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
   of_bits = sorted(flag for flag in flags if "dump" not in flag and "host_platform_device_count" not in flag)
   versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {device.client.platform_version}"

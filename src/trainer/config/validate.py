@@ -67,6 +67,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
   problems.add(_exchange(config.elastic))
+  problems.add(_witness(config.elastic, config.run.compile_xla_flags))
   problems.add(_checkpoint(config.checkpoint, config.observe))
   problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
@@ -386,6 +387,14 @@ def _exchange(elastic: ElasticSection) -> Iterator[str]:
       ipaddress.ip_network(network, strict=False)
     except ValueError as error:
       yield f"exchange_network={shorten(network)}: {error}.\nGive a subnet such as 10.1.0.0/16, or an interface."
+
+
+def _witness(elastic: ElasticSection, flags: str) -> Iterator[str]:
+  if elastic.witness_period and re.search("xla_gpu_deterministic_ops=(false|0)", flags.lower()):
+    yield (
+      f"witness_period={elastic.witness_period}: compares bits, and compile_xla_flags lets each slice compute others.\n"
+      "Remove xla_gpu_deterministic_ops=false, or set witness_period=0."
+    )
 
 
 def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[str]:

@@ -255,8 +255,9 @@ def plan(seed: int, runs: Runs) -> Flip:
     slices = max(slices, 3)  # of two kinds of weights that are as many, those of the primary stay
   while True:
     array, sticky = chance.choice(runs.names(kind)), chance.random() < 0.5
-    last = STEPS if kind == "flip_gradient" else STEPS - period
-    fault = Fault(kind, chance.randint(1, last), chance.randrange(slices), sticky=sticky, array=array)
+    # In the first step, members get the state of the first one, with what flips in it.
+    first, last = (1, STEPS) if kind == "flip_gradient" else (2, STEPS - period)
+    fault = Fault(kind, chance.randint(first, last), chance.randrange(slices), sticky=sticky, array=array)
     found = promised(fault, slices, group, period)
     if bool(found) != (seed % 8 == 7 and kind == "flip_gradient" and not sticky):
       return Flip(slices, group, period, fault, found or (0,))

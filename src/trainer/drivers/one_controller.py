@@ -44,8 +44,7 @@ class OneController:
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
-    compares = config.elastic.witness_period and view.num_alive > 1
-    self._witness = SliceWitness(config, session, elastic, view, program) if compares else None
+    self._witness = SliceWitness(config, session, elastic, view, program, guard)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -78,10 +77,7 @@ class OneController:
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
-    state = self._damaged(state)
-    if self._witness is not None and n % self._config.elastic.witness_period == 0:
-      with self._session.watchdog.during("witness"):
-        self._guard.call(functools.partial(self._witness.compare, state, n), f"the witness of step {n}")
+    state = self._witness.before_step(state, n)
     result = self._compiled_step(state, self._on_slices(rounds))
     self._steps += 1
     if self._steps == _PREPARE_AFTER:
@@ -133,15 +129,6 @@ class OneController:
 
   def close(self) -> None:
     self._threads.close()
-
-  def _damaged(self, state: TrainState) -> TrainState:
-    """The state with the bits that a rehearsed fault flips in the copies of some slices."""
-    faults = self._elastic.faults
-    for slice_id, devices in zip(self._view.slices, self._view.devices):
-      params = faults.flips("flip_weight", slice_id, devices)(state.params)
-      opt_state = faults.flips("flip_optimizer", slice_id, devices)(state.opt_state)
-      state = dataclasses.replace(state, params=params, opt_state=opt_state)
-    return state
 
   def _on_slices(self, rounds: Rounds) -> Rounds:
     """The batch as the slices get it: in error state if one of them is lost and only simulated."""

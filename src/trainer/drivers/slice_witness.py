@@ -7,6 +7,8 @@ The bits of the state are compared too, of all slices.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 
 import jax
@@ -16,6 +18,7 @@ from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
 from trainer.elastic.events import SliceWrong
+from trainer.elastic.hang import HangGuard
 from trainer.parallel.mesh import DATA
 from trainer.program import program
 from trainer.program.checks import Checks
@@ -30,14 +33,28 @@ from worlds.membership.witness import Sums, Witness, alarm_line, draw
 class SliceWitness:
   """Compares the slices of one view."""
 
-  def __init__(self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program) -> None:
-    """full: the program of the view."""
+  def __init__(
+    self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program, guard: HangGuard
+  ) -> None:
+    """full: the program of the view. guard: waits for its slices."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
+    self._guard = guard
     self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
 
-  def compare(self, state: TrainState, n: int) -> None:
-    """Compares the slices before step n. Raises SliceWrong if one of them has wrong sums or a wrong state, and if it is
-    not known which one of two."""
+  def before_step(self, state: TrainState, n: int) -> TrainState:
+    """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
+    SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
+    period, faults = self._config.elastic.witness_period, self._elastic.faults
+    for slice_id, devices in zip(self._view.slices, self._view.devices):
+      params = faults.flips("flip_weight", slice_id, devices)(state.params)
+      opt_state = faults.flips("flip_optimizer", slice_id, devices)(state.opt_state)
+      state = dataclasses.replace(state, params=params, opt_state=opt_state)
+    if period and n % period == 0 and self._view.num_alive > 1:
+      with self._session.watchdog.during("witness"):
+        self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
+    return state
+
+  def _compare(self, state: TrainState, n: int) -> None:
     alive = self._view.slices
     states = dict(zip(alive, _by_slice(state, self._view.devices)))
     shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps

@@ -23,6 +23,7 @@ from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.epochs import Epochs, Member, Told
 from worlds.membership.failures import BAD_INPUT, FAILED
 from worlds.membership.messages import OPENED, Message, message, slow_line, step_of
+from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
 _SLOW_STEPS = 60  # after which a slow member may be replaced
@@ -308,7 +309,7 @@ class Coordinator(Epochs):
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
-    self._told = Told()
+    self._told, self.witness = Told(), Witness(agreed=self.witness.agreed)
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].has(-1, holds=False)

@@ -77,9 +77,8 @@ class Witness:
   asked: list[int] = dataclasses.field(default_factory=list)  # members that compute the share; none: as drawn
   since: int = 0  # sums that were computed in earlier epochs do not count
   before: dict[int, Sums] = dataclasses.field(default_factory=dict)  # what was computed before `since`
-  agreed: dict[int, str] = dataclasses.field(
-    default_factory=dict
-  )  # {member: the last round in which its sums were right}
+  # {member: the last round in which its sums were compared and equal}
+  agreed: dict[int, str] = dataclasses.field(default_factory=dict)
 
   def computed(self, member: int, sums: Sums) -> None:
     """`member` has computed the share."""

@@ -16,9 +16,9 @@ Life of the process
   run_start     first record of a process: steps, num_slices, devices, devices_per_slice, platform, device_kind,
                 global_batch_size, tokens_per_step, parameters, flops_per_token, vocab_size, unigram_entropy (nats per
                 token or null), unigram_eval_loss (the same model's loss on the evaluation split, or null), config
-                (flat dict), origins (dict: where each key was given; absent: default), chip_hour_price, data (dict:
-                dataset, tokenizer, bos_token, eos_token, first_tokens, tokens, epochs), git_commit (or null), command,
-                host, versions (dict)
+                (flat dict), origins (dict: where each key was given; absent: default), data (dict: dataset,
+                tokenizer, bos_token, eos_token, first_tokens, tokens, epochs), git_commit (or null), command, host,
+                versions (dict)
   attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
   compile       seconds, what, cached (from the persistent cache), compilations, background
@@ -126,7 +126,7 @@ class EventLog:
     return {"process": self.process, "attempt": self.attempt, "wall": wall, "monotonic": monotonic}
 
   def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
-    """Appends one record and returns it. `attempt_start` with attempt=n sets the attempt of all that follow."""
+    """Appends one record and returns it. `attempt_start` with attempt=n sets the attempt of this and later records."""
     with self._lock:
       if kind == "attempt_start":
         self.attempt = int(fields.get("attempt", self.attempt))
@@ -142,8 +142,8 @@ class EventLog:
     return record
 
   def take_over(self, run_directory: str) -> None:
-    """This process is the primary from now on: it writes the records that follow, and those of losses and returns that
-    the primary before it did not live to write."""
+    """This process becomes the primary: it writes all records from now on. First it writes the losses and returns that
+    the primary before it has not written."""
     known = {_identity(record) for record in _named(files.read_last_json_lines(run_directory, EVENTS_FILE))}
     with self._lock:
       self.directory, self._lines = run_directory, files.open_lines(run_directory, EVENTS_FILE)

@@ -41,6 +41,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 # context, every dim does: it splits activations first of all.
 OPTIONAL = frozenset({"vocab", "experts"})
 
+MOST_REPLICATED = 0.02  # share of the parameters that each device of a slice may hold
 _TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
 # Rows of the head on a device. A chunk of the loss has 96 MiB of logits: 1,024 tokens with this many rows. With fewer
 # tokens, adding to the gradient of the rows in memory takes longer than the matmul (v5e).
@@ -85,7 +86,7 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
           continue
         raise ConfigError(
           f"Weight {name} {shape}: its dim '{axis}' of size {size} is sharded over mesh axis '{mesh_axis}' "
-          f"({parts} ways) and does not divide. Choose ici/dcn_{mesh_axis}_parallelism that divides {size}."
+          f"({parts} ways) and does not divide. Choose ici_{mesh_axis}_parallelism that divides {size}."
         )
       taken.append(mesh_axis)
     used.update(taken)
@@ -126,10 +127,10 @@ def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: dict[str, Any], rows: Any) -> Any:
-  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its own rows.
+  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its rows.
 
-  axes: logical axes of "layers" (the `weights`) and "head". totals: arrays with these axes, or None for both; `run`
-  returns those of the head unchanged. rows: arrays [B, ...].
+  axes: the logical axes of the `weights` under "layers", and of the output head under "head". totals: {"layers": ...,
+  "head": ...}: arrays with these axes, or None for both. `run` returns totals["head"] unchanged. rows: arrays [B, ...].
 
   Inside `run`, arrays are those of one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
@@ -156,22 +157,22 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
 
 
 def in_parts_over_fsdp(
-  run: Callable[..., Any], weights: Any, axes: Any, rows: Any, own: Any = None, *, returns_grads: bool = False
+  run: Callable[..., Any], weights: Any, axes: Any, rows: Any, carried: Any = None, *, returns_grads: bool = False
 ) -> Any:
-  """Returns run(weights, rows, own) = (x [B, T, D], results), computed by each shard of fsdp on its own rows.
+  """Returns run(weights, rows, carried) = (x [B, T, D], results), computed by each shard of fsdp on its rows.
 
-  For a derivative that is computed in parts, each by a call. weights, axes, rows: as in `manual_over_fsdp`. own: any
-  arrays of a shard that an earlier call has returned as results. They have a first dim of shards outside `run`.
+  For a derivative that is computed in parts, each by a call. weights, axes, rows: as in `manual_over_fsdp`. carried:
+  any arrays of a shard that an earlier call has returned as results. Outside `run` they have a first dim of shards.
   returns_grads: the results are gradients of the weights, or of some of their rows, and are summed over fsdp.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
-    return run(weights, rows, own)
+    return run(weights, rows, carried)
   specs = _specs_over_fsdp(weights, axes, mesh)
   batch = PartitionSpec(FSDP)
 
-  def run_shard(weights: Any, rows: Any, own: Any) -> Any:
-    x, results = run(weights, rows, jax.tree.map(lambda array: array[0], own))
+  def run_shard(weights: Any, rows: Any, carried: Any) -> Any:
+    x, results = run(weights, rows, jax.tree.map(lambda array: array[0], carried))
     if not returns_grads:
       return x, jax.tree.map(lambda array: array[None], results)
     whole = lambda grad, spec: grad if FSDP in spec else jax.lax.psum(grad, FSDP)
@@ -183,7 +184,7 @@ def in_parts_over_fsdp(
     in_specs=(specs, batch, batch),
     out_specs=(batch, specs if returns_grads else batch),
     check_vma=False,
-  )(weights, rows, own)
+  )(weights, rows, carried)
 
 
 def _on_first_shard(total: jax.Array) -> jax.Array:
@@ -411,8 +412,8 @@ def num_shards(*axes: str) -> int:
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance: float) -> None:
-  """Raises ConfigError if every device of a slice holds more than the share `tolerance` of all parameters.
+def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+  """Raises ConfigError if every device of a slice holds more than MOST_REPLICATED of all parameters.
 
   weights: with their tree paths and shardings. The check applies only to a mesh that shards parameters. The most common
   cause is a dim that no rule covers.
@@ -424,9 +425,9 @@ def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance
   total = sum(leaf.size for _, leaf in weights)
   replicated = [(jax.tree_util.keystr(path), w.size) for path, w in weights if w.sharding.is_fully_replicated]
   share = sum(size for _, size in replicated) / total
-  if share > tolerance:
+  if share > MOST_REPLICATED:
     worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(replicated, key=lambda item: -item[1])[:3])
     raise ConfigError(
       f"{share:.1%} of the parameters would be replicated on each of {num_devices} devices, more than "
-      f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."
+      f"{MOST_REPLICATED:.1%}: {worst}. Choose parallelisms that divide them."
     )

@@ -37,9 +37,10 @@ class Own:
   def replace(
     self, optimizer: optax.GradientTransformation, rate: Schedule, abstract: Callable[[], Any], logical_axes: Any
   ) -> tuple[optax.GradientTransformation, Schedule]:
-    """Own ones where there are, or else `optimizer` and `rate`. abstract: returns the weights, abstract.
+    """The optimizer and the schedule that the program gives; where it gives none, `optimizer` and `rate`. abstract:
+    returns the abstract weights.
 
-    Raises ConfigError if an own one cannot be part of a compiled step whose state is saved and sharded.
+    Raises ConfigError if what it gives cannot be part of a compiled step whose state is saved and sharded.
     """
     if self.optimizer is not None:
       optimizer, rate = _checked(self.optimizer, abstract(), logical_axes), lambda step: jnp.float32(1)
@@ -149,7 +150,7 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
     progress = jnp.clip((step - (total - decay)) / max(decay, 1), 0.0, 1.0)
     if cfg.lr_schedule_type == "constant":
       after = jnp.float32(peak)
-    elif cfg.lr_schedule_type == "cosine" or cfg.wsd_decay_style == "cosine":
+    elif cfg.lr_schedule_type == "cosine":
       after = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
     else:
       after = peak + (final - peak) * progress
@@ -199,9 +200,7 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.GradientTransformation:
   is_axes = lambda x: isinstance(x, tuple)
-  # Loads and biases of routers count, and no gradient moves them: decay would change the counts.
-  decays = _is_matrix if cfg.weight_decay_mask == "matrices" else lambda axes: "load" not in axes
-  mask = jax.tree.map(decays, logical_axes, is_leaf=is_axes)
+  mask = jax.tree.map(_is_matrix, logical_axes, is_leaf=is_axes)
   decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
   if cfg.opt_type == "adamw":
     adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu_dtype)
@@ -267,8 +266,8 @@ def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   if not _is_matrix(axes) or "vocab" in axes:  # vocab: an untied head, or the embedding table
     return None
   # Each expert of a layer has a matrix of its own; the router is one matrix, whose columns are the experts.
-  own = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]
-  reads_residual = axes[own[0]] == "embed"
-  split = own[:1] if reads_residual else own[:-1]
-  rest = [i for i in own if i not in split]
+  of_matrix = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]
+  reads_residual = axes[of_matrix[0]] == "embed"
+  split = of_matrix[:1] if reads_residual else of_matrix[:-1]
+  rest = [i for i in of_matrix if i not in split]
   return contrib.MuonDimensionNumbers(reduction_axis=tuple(split), output_axis=tuple(rest))

@@ -23,7 +23,6 @@ from trainer.program.step import Sums, head_losses, loss_and_grads
 from worlds.exchange import Part
 
 Scalars = tuple[jax.Array, jax.Array, jax.Array]  # loss, z_loss, weight: see Sums
-Traced = Callable[[Callable[..., Any]], Callable[..., Any]]  # changes how a function is traced
 
 
 class ShareSums:
@@ -126,8 +125,8 @@ def layers(
   """Returns the gradient of the stream before the layers first to first + count - 1, and the gradients of these."""
   dx, grads = stages.backward(model.merge(params), begun.saved, begun.positions, dx, first, count)
   if begun.earlier is not None:
-    own = lambda array: jax.lax.dynamic_slice_in_dim(array, first, count)
-    grads = jax.tree.map(jnp.add, jax.tree.map(own, begun.earlier["layers"]), grads)
+    part = lambda array: jax.lax.dynamic_slice_in_dim(array, first, count)
+    grads = jax.tree.map(jnp.add, jax.tree.map(part, begun.earlier["layers"]), grads)
   return dx, {"layers": grads}
 
 
@@ -160,16 +159,16 @@ class Stages:
   firsts: Sequence[int]
 
   @classmethod
-  def of(cls, model: DecoderFunctions, cfg: OptimizerSection, num_layers: int, least: int, traced: Traced) -> Stages:
+  def of(cls, model: DecoderFunctions, cfg: OptimizerSection, num_layers: int, least: int) -> Stages:
     """The programs of this model, whose layers are scanned, in at least `least` stages.
 
     All stages have as many layers, so that they are one program.
     """
     count = num_layers // next(n for n in range(least, num_layers + 1) if num_layers % n == 0)
     return cls(
-      traced(functools.partial(begin, model, cfg)),
-      traced(functools.partial(layers, model, count)),
-      traced(functools.partial(finish, model)),
+      functools.partial(begin, model, cfg),
+      functools.partial(layers, model, count),
+      functools.partial(finish, model),
       range(num_layers - count, -1, -count),
     )
 

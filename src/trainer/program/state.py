@@ -41,13 +41,11 @@ def with_params(optimizer: optax.GradientTransformation, params: Params) -> Trai
   return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
 
 
-def abstract(
-  model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh, tolerance: float
-) -> TrainState:
+def abstract(model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
   """Returns the state as ShapeDtypeStructs with their shardings on `mesh`.
 
-  Raises ConfigError if the size of a weight does not divide, or if more than the share `tolerance` of the parameters
-  would be replicated inside a slice.
+  Raises ConfigError if the size of a weight does not divide, or if too many parameters would be replicated inside a
+  slice.
   """
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
   map_with_path = jax.tree_util.tree_map_with_path
@@ -57,15 +55,15 @@ def abstract(
     return placed(leaf, sharding.parameter_spec(axes, leaf.shape, mesh, jax.tree_util.keystr(path)))
 
   weights = jax.tree_util.tree_leaves_with_path(map_with_path(place_weight, shapes.params, model.logical_axes()))
-  sharding.check_replication(weights, tolerance)
+  sharding.check_replication(weights)
   by_path = {_names(path): leaf for path, leaf in weights}
   by_shape: dict[tuple[int, ...], list[jax.ShapeDtypeStruct]] = {}
   for _, leaf in weights:
     by_shape.setdefault(leaf.shape, []).append(leaf)
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shards an optimizer array like its weight. The weight's path is the end of the array's path; where the state has
-    no such paths (a list of arrays), its shape is that of weights which are all sharded alike."""
+    """Shards an optimizer array like its weight: the weight whose path is the end of the array's path. Without such a
+    path (in a list of arrays), like the weights of the same shape, if these are all sharded alike; else replicates."""
     names = _names(path)
     of_weight = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
     alike = by_shape.get(leaf.shape, [])

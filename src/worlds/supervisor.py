@@ -104,16 +104,17 @@ class Supervisor:
     lanes: int,
     grace: float,
     where: Where | None = None,
+    expected: int | None = None,
   ) -> None:
     """argv: of the program, on all hosts. local: slices of this host, spares included. lanes: processes per slice.
     grace: seconds that a member may need to save its state and end. where: on which address agents and members of other
-    hosts are expected; None: this host has all slices."""
+    hosts are expected; None: this host has all slices. expected: slices that a start waits for; None: all."""
     self._argv, self._lanes, self._grace = list(argv), lanes, grace
     self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
     self._interrupted, self._failed = threading.Event(), threading.Event()
     self._repeats, self._ending = Repeats(), False
     self._at_once = 0  # the signal that ends the run without waiting for anything
-    self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6))
+    self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6), expected=expected)
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
       self._coordinator,

@@ -38,7 +38,7 @@ from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.session import Session
 from worlds.exchange import Part
 from worlds.membership.client import SupervisorLost
-from worlds.membership.messages import Message, failing_line, slow_line
+from worlds.membership.messages import Message, failing_line, slow_line, to_ranges
 from worlds.membership.witness import alarm_line
 from worlds.peers import Change, Peers
 
@@ -68,6 +68,7 @@ class ManyWorlds:
     self._period = config.elastic.witness_period
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
+    self.proof: dict[str, Any] = {}
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -114,12 +115,16 @@ class ManyWorlds:
       trees = flips([part.tree for part in parts], share)
       return Own(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
-    compared, checksum, checks = None, functools.partial(int, self._halves.checksum(state.params)), self._halves.checks
+    weights = self._halves.checksum(state.params)
+    compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
     if checks is not None and n % self._period == 0:
       seed, check = self._config.data.data_shuffle_seed, n // self._period
       compared = ComparedShare(self._peers, checks, seed, check, compute)
       checksum = functools.partial(checks.number, checks.of_state(state))
     scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total, compared)
+    computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
+    self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
+    self.proof |= {"witness": compared.record()} if compared else {}
     sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
     self._state, metrics = self._halves.apply(state, sums)
     self._step, self._evaluated = n, False
@@ -219,7 +224,9 @@ class ManyWorlds:
     mean weight of the tokens of the whole batch if the balance loss of experts needs it, else 1)."""
     needed = self._config.model.has_balance_loss
     mean_weight = self._session.data.train.mean_weight(index) if needed else 1.0
-    return {share: self._train.share(index, share) for share in self._peers.shares}, mean_weight
+    batches = {share: self._train.share(index, share) for share in self._peers.shares}
+    self._session.data.train.prepare_digest(index)
+    return batches, mean_weight
 
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)

@@ -44,6 +44,7 @@ class OneController:
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
+    self.proof = dict[str, Any](computed=dict(zip(map(str, view.slices), program.plan.ranges)))
     self._witness = SliceWitness(config, session, elastic, view, program, guard)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 

@@ -47,6 +47,11 @@ class ComparedShare:
       sums = self._checks.read_share(self._digests)
       self._peers.membership.send("witness", epoch=self._peers.epoch, round=round_name, sums=sums)
 
+  def record(self) -> dict[str, Any]:
+    """Which share was compared, and by whom, for the receipt."""
+    drawn = self._drawn()
+    return {"share": drawn.share, "members": list(self._told("asked", []) or drawn.members)}
+
   def _told(self, name: str, default: Any) -> Any:
     """A field of the message `check` of this epoch."""
     return self._peers.check[name] if self._peers.check.get("epoch") == self._peers.epoch else default

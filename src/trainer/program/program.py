@@ -411,7 +411,9 @@ class Feed:
 
   def __call__(self, index: int) -> Rounds:
     """Returns batches of global arrays [A, rows, T]. The rows of other processes are not read here."""
-    return self._rounds_of(index, self._rows)
+    rounds = self._rounds_of(index, self._rows)
+    self._loader.prepare_digest(index)
+    return rounds
 
   def share(self, index: int, share: int) -> Batch:
     """Returns the part `share` of the batch, for a program whose plan is that of one share."""

@@ -6,7 +6,8 @@ answers.yml has them: the keys of MaxText, options of launchers, and settings of
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import re
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,32 +17,40 @@ import yaml
 # What an unknown value of a key may have been meant for.
 HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
 
-# Values of MaxText that turn off what a key is about.
-_OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
-
 # Values of MaxText that mean "not set", and what they are here.
 _UNSET = {"compile_topology_num_slices": {"-1": "1"}}
 
 
-def entry_of(name: str) -> dict[str, str] | None:
-  """Returns the entry of answers.yml for a name of another program that this program lacks; None for other names.
+# Values of MaxText that turn off what a key is about.
+_OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
-  The entry has `what` (what the name is) and `remedy`. name: with _ for -, and perhaps with a section: a section that
-  the answers do not name makes no difference.
+
+@dataclass(frozen=True)
+class Answer:
+  """What a name is, and what to do instead. renamed: the key that has its value here, or ""."""
+
+  what: str
+  remedy: str
+  safe: tuple[str, ...] = _OFF
+  renamed: str = ""
+
+  def changes_numbers(self, value: str) -> bool:
+    """Whether a run of MaxText with this value of the key computes something that this program does not."""
+    return not any(fnmatchcase(value.lower(), pattern) for pattern in self.safe)
+
+
+def answer_for(name: str) -> Answer | None:
+  """Returns the answer to a name of another program that this program lacks; None for other names.
+
+  name: with _ for -, and perhaps with a section: a section that the answers do not name makes no difference.
   """
   for spelled in (name, name.rpartition(".")[2]):
-    if spelled in _entries():
-      return _entries()[spelled]
-    for pattern, entry in _entries().items():
+    if spelled in all_answers():
+      return all_answers()[spelled]
+    for pattern, answer in all_answers().items():
       if "*" in pattern and fnmatchcase(spelled, pattern):
-        return entry
+        return answer
   return None
-
-
-def changes_numbers(entry: Mapping[str, str], value: str) -> bool:
-  """Whether a run of MaxText with this value of a key computes something that this program does not."""
-  safe = entry["safe"].split() if "safe" in entry else _OFF
-  return not any(fnmatchcase(value.lower(), pattern) for pattern in safe)
 
 
 def answer_for_value(name: str, value: str) -> str | None:
@@ -54,8 +63,7 @@ def answer_for_value(name: str, value: str) -> str | None:
 
 def is_removed(name: str, value: str | None) -> bool:
   """Whether `name` was a key and `value` its default, as config.yml of an older run has it: nothing is lost then."""
-  entry = _entries().get(name.replace("-", "_"), {})
-  return value is not None and value.lower() == entry.get("default")
+  return value is not None and value.lower() == tables()["removed"].get(re.sub(r"[-.]", "_", name))
 
 
 def translated(name: str, value: str) -> str:
@@ -64,14 +72,19 @@ def translated(name: str, value: str) -> str:
 
 
 @functools.cache
+def all_answers() -> dict[str, Answer]:
+  """Returns {name or pattern: its answer}."""
+  found = {}
+  for group in tables()["names"]:
+    safe = {"safe": tuple(group["safe"].split())} if "safe" in group else {}
+    for names, remedy in group["remedies"].items():
+      found |= dict.fromkeys(names.split(), Answer(group["what"], remedy, **safe))
+  renamed = tables()["renamed"].items()
+  return found | {name: Answer("a key of MaxText", f"Set {ours}.", renamed=ours) for name, ours in renamed}
+
+
+@functools.cache
 def tables() -> dict[str, Any]:
   """Returns answers.yml."""
   loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # texts only: true stays "true"
   return yaml.load(Path(__file__).with_name("answers.yml").read_text(), loader)
-
-
-@functools.cache
-def _entries() -> dict[str, dict[str, str]]:
-  """{name or pattern: its entry of answers.yml}."""
-  groups = tables()["keys"].items()
-  return {name: entry | {"what": what} for what, group in groups for entry in group for name in entry["names"].split()}

@@ -74,11 +74,11 @@ def translated(name: str, value: str) -> str:
 @functools.cache
 def all_answers() -> dict[str, Answer]:
   """Returns {name or pattern: its answer}."""
-  found = {}
+  found: dict[str, Answer] = {}
   for group in tables()["names"]:
-    safe = {"safe": tuple(group["safe"].split())} if "safe" in group else {}
+    safe = tuple(group["safe"].split()) if "safe" in group else _OFF
     for names, remedy in group["remedies"].items():
-      found |= dict.fromkeys(names.split(), Answer(group["what"], remedy, **safe))
+      found |= dict.fromkeys(names.split(), Answer(group["what"], remedy, safe))
   renamed = tables()["renamed"].items()
   return found | {name: Answer("a key of MaxText", f"Set {ours}.", renamed=ours) for name, ours in renamed}
 

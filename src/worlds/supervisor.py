@@ -232,14 +232,13 @@ class Supervisor:
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    self._server.lost(member, reason)
-    if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
+    if self._interrupted.is_set():
+      self._server.lost(member, reason)
       return
     host = self._host(member)
     name = host.host if isinstance(host, RemoteWorkers) else socket.gethostname()
-    log(f"Member {member} {reason}.")
-    seconds = self._server.failed(member, code, name, reason)
-    if host is not None and self._coordinator.phase != "over":
+    seconds = self._server.ended(member, code, name, reason)
+    if host is not None and seconds is not None and self._coordinator.phase != "over":
       self._starts[member] = self._coordinator.clock() + seconds
       host.restart(member, seconds)
 

@@ -80,9 +80,7 @@ class RunSupervisor:
     with self._lock:
       assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"
       member = self._seats[worker.rank].member
-      self._server.lost(member, "its worker was replaced")
-      if member not in self._counted:  # a crash, or a lost host
-        self._judge(self._server, worker.rank, None)
+      self._lost(self._server, worker.rank, None, "was replaced by Ray")  # a crash, or a lost host
       self._counted.discard(member)
       self._workers[worker.rank] = worker
       log(f"Ray has started the worker of member {member} again.")
@@ -123,23 +121,22 @@ class RunSupervisor:
       server, member = self._server, self._seats[rank].member
       assert server is not None
       run = server.coordinator
-      server.lost(member, f"ended with exit code {code}")
-      if run.code is None and not run.stopping and not self._leaving:
-        self._judge(server, rank, code)
-      if run.code is None and not self._leaving and not run.stopping:
+      self._lost(server, rank, code, f"ended with exit code {code}")
+      if run.code is None and not run.stopping:
         for other, seat in self._seats.items():
           if seat.member == member and other != rank:
             self._kill(self._workers[other])  # a slice is lost as a whole
         return None
       return code if run.code is None else run.code
 
-  def _judge(self, server: Server, rank: int, code: int | None) -> None:
-    """The worker's member has ended with `code`; None: unknown. Ends the run if all members would fail again."""
+  def _lost(self, server: Server, rank: int, code: int | None, reason: str) -> None:
+    """The worker's member has ended with `code`; None: unknown. A slice of several workers ends once."""
     member, host = self._seats[rank].member, self._workers[rank].host
-    if member not in self._counted:  # a slice of several workers ends once
+    if member in self._counted:
+      server.lost(member, reason)
+    elif (seconds := server.ended(member, code, host, reason)) is not None:
       self._counted.add(member)
-      reason = "its worker was replaced" if code is None else f"ended with exit code {code}"
-      self._starts[member] = host, time.monotonic() + server.failed(member, code, host, reason)
+      self._starts[member] = host, time.monotonic() + seconds
 
   def leave(self, seconds: float) -> None:
     """Ray is about to end this group: its members save the state and end. Returns when they have, or after `seconds`.

@@ -24,7 +24,7 @@ from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.membership.wire import Channel
 from worlds.place import Place
-from worlds.workers import Program, Workers
+from worlds.workers import MemberProgram, Workers
 
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
@@ -96,7 +96,7 @@ class Supervisor:
 
   def __init__(
     self,
-    program: Program,
+    program: MemberProgram,
     argv: Sequence[str],
     rules: RunRules,
     *,

@@ -24,8 +24,8 @@ from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
 from trainer.weights import hf_config, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
-from trainer.weights.importing import Progress
-from trainer.weights.sources import Source
+from trainer.weights.importing import ByteProgress
+from trainer.weights.sources import WeightSource
 
 _SHARD_BYTES = 5_000_000_000
 
@@ -48,7 +48,7 @@ class _Part:
 def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
   """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
 
-  def work(source: Source) -> None:
+  def work(source: WeightSource) -> None:
     tokenizer = None
     try:
       tokenizer = tokenizers.of_source(source)
@@ -60,7 +60,7 @@ def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[
 
 
 def export(
-  source: Source,
+  source: WeightSource,
   directory: str,
   *,
   tokenizer: Tokenizer | None = None,
@@ -101,7 +101,7 @@ def export(
   report(f"{directory} is complete.")
 
 
-def _parts(source: Source, dtype: str) -> list[_Part]:
+def _parts(source: WeightSource, dtype: str) -> list[_Part]:
   """The tensors, those of a stored array one after the other."""
   found = []
   for name, weight in names.weights(source.model).items():
@@ -117,14 +117,14 @@ def _parts(source: Source, dtype: str) -> list[_Part]:
   return sorted(found, key=lambda part: (order[part.stored], part.index))
 
 
-def _place(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
+def _place(source: WeightSource, name: str) -> tuple[str, tuple[int, ...]]:
   """(stored array, index of its first dim) of a weight of separate layers; the index is empty if they are stored so."""
   match = LAYER.match(name)
   return (name, ()) if name in source.arrays or not match else (f"{match[1]}.{match[3]}", (int(match[2]),))
 
 
 def _write_shards(
-  source: Source, folder: Any, parts: list[_Part], limit: int, report: Callable[[str], object]
+  source: WeightSource, folder: Any, parts: list[_Part], limit: int, report: Callable[[str], object]
 ) -> dict[str, list[_Part]]:
   """{file: its tensors} of the files that it writes."""
   groups: list[list[_Part]] = [[]]
@@ -138,7 +138,7 @@ def _write_shards(
   name = lambda i: f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else sources.SINGLE
   files = {name(i): group for i, group in enumerate(groups, 1)}
   left = Counter(part.stored for part in parts)
-  progress = Progress(sum(part.nbytes for part in parts), report)
+  progress = ByteProgress(sum(part.nbytes for part in parts), report)
   arrays, found = ArrayParts(source.folder), fingerprint.Blocks()
   memory = _Memory(max(_stored_bytes(source, part) for part in parts))
   for file, group in files.items():
@@ -163,7 +163,7 @@ def _write_shards(
   return files
 
 
-def _stored_bytes(source: Source, part: _Part) -> int:
+def _stored_bytes(source: WeightSource, part: _Part) -> int:
   return math.prod(part.weight.their_shape) * jnp.dtype(source.arrays[part.stored]["dtype"]).itemsize
 
 
@@ -205,7 +205,7 @@ class _Memory:
       write.result()
 
 
-def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _write_tokenizer(source: WeightSource, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """Writes the tokenizer's files and generation_config.json; returns the ids of the tokens around documents."""
   sources.copy_tokenizer(run_id.folder(source.tokenizer_folder), folder)
   file = folder / sources.GENERATION
@@ -219,7 +219,7 @@ def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -
   return ends
 
 
-def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
+def _write_ends(source: WeightSource, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
   """Names the tokens around the run's documents in the tokenizer's files, and returns their ids.
 
   ends: the ids in the generation_config.json that the run has kept, which the model that it continues may have brought.

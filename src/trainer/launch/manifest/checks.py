@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainer.config import files
 from trainer.launch.manifest import budget
-from trainer.launch.manifest.plan import FIXED_GRACE, Plan
+from trainer.launch.manifest.plan import FIXED_GRACE, GkePlan
 
 # The label that leads pods to the Pathways head is NAME-pathways-head-0-0.NAME, and Kubernetes allows 63 characters.
 _LONGEST_PATHWAYS_NAME = 22
@@ -30,13 +30,13 @@ ONLY_PACKAGED = (
 _LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22, "rayjob": 40}
 
 
-def problems(plan: Plan) -> Iterator[str]:
+def problems(plan: GkePlan) -> Iterator[str]:
   """All broken rules."""
   for rule in (_names, _name, _files, _target, _slices, _elastic, _restarts, _grace, _ramdisk, _cache):
     yield from rule(plan)
 
 
-def _names(plan: Plan) -> Iterator[str]:
+def _names(plan: GkePlan) -> Iterator[str]:
   for name, pattern in _NAMES.items():
     value = getattr(plan.options, name)
     if value is not None and not re.fullmatch(pattern, value, flags=re.ASCII):
@@ -44,7 +44,7 @@ def _names(plan: Plan) -> Iterator[str]:
       yield f"{option} {value!r}: is not a name.\nGive {option} a name of letters, digits and hyphens, or leave it out."
 
 
-def _name(plan: Plan) -> Iterator[str]:
+def _name(plan: GkePlan) -> Iterator[str]:
   longest = min(_LONGEST_NAME[plan.options.target], _LONGEST_PATHWAYS_NAME if plan.pathways else 63)
   if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", plan.name) or len(plan.name) > longest:
     behind = " behind Pathways" if plan.pathways else ""
@@ -56,7 +56,7 @@ def _name(plan: Plan) -> Iterator[str]:
     yield f"--image {plan.options.image!r}: is not the name of an image.\nWrite REGISTRY/NAME:TAG."
 
 
-def _files(plan: Plan) -> Iterator[str]:
+def _files(plan: GkePlan) -> Iterator[str]:
   path, model = plan.options.config[0], plan.config.model.model_name
   if not files.is_in_package(path):
     yield f"{path}: {ONLY_PACKAGED}"
@@ -73,7 +73,7 @@ def _files(plan: Plan) -> Iterator[str]:
       )
 
 
-def _target(plan: Plan) -> Iterator[str]:
+def _target(plan: GkePlan) -> Iterator[str]:
   kind, target = plan.config.cluster.cluster, plan.options.target
   if target == "pathwaysjob" and not plan.pathways:
     yield "pathwaysjob: is a job behind Pathways.\nSet enable_single_controller=true, or print a jobset."
@@ -105,7 +105,7 @@ def _target(plan: Plan) -> Iterator[str]:
         yield f"--{name.replace('_', '-')}: has no effect with xpk, which chooses it.\nRemove it, or print a jobset."
 
 
-def _slices(plan: Plan) -> Iterator[str]:
+def _slices(plan: GkePlan) -> Iterator[str]:
   wanted = plan.config.cluster.num_slices
   if wanted not in (0, plan.num_slices):
     yield f"num_slices={wanted}: differs from --num-slices {plan.num_slices}.\nRemove one of them."
@@ -118,7 +118,7 @@ def _slices(plan: Plan) -> Iterator[str]:
       yield f"{name} {value}: has no effect without Pathways.\nRemove it, or set enable_single_controller=true."
 
 
-def _elastic(plan: Plan) -> Iterator[str]:
+def _elastic(plan: GkePlan) -> Iterator[str]:
   """The launcher and the program agree on how many slices may be missing, and how often."""
   lost, elastic = plan.options.elastic_slices, plan.config.elastic
   least = elastic.elastic_min_slice_count
@@ -173,7 +173,7 @@ def _elastic(plan: Plan) -> Iterator[str]:
     )
 
 
-def _restarts(plan: Plan) -> Iterator[str]:
+def _restarts(plan: GkePlan) -> Iterator[str]:
   if plan.options.max_restarts is not None and plan.options.target == "rayjob":
     yield f"--max-restarts {plan.max_restarts}: has no effect in a rayjob, where Ray restarts workers.\nRemove it."
   if plan.max_restarts and plan.options.target == "xpk" and plan.pathways:
@@ -188,7 +188,7 @@ def _restarts(plan: Plan) -> Iterator[str]:
     )
 
 
-def _grace(plan: Plan) -> Iterator[str]:
+def _grace(plan: GkePlan) -> Iterator[str]:
   """A save fits the time that the pods are given."""
   if plan.pathways and plan.options.target in FIXED_GRACE and plan.grace_seconds > budget.DEFAULT_GRACE_SECONDS:
     yield (
@@ -205,7 +205,7 @@ def _grace(plan: Plan) -> Iterator[str]:
     )
 
 
-def _ramdisk(plan: Plan) -> Iterator[str]:
+def _ramdisk(plan: GkePlan) -> Iterator[str]:
   kind, generator = plan.options.ramdisk, plan.options.target in ("xpk", "gcluster")
   if not plan.ramdisk_mebibytes:
     if kind:
@@ -226,7 +226,7 @@ def _ramdisk(plan: Plan) -> Iterator[str]:
     yield f"--ramdisk emptydir: {plan.options.target} has only csi.\nGive --ramdisk csi, or print a jobset."
 
 
-def _cache(plan: Plan) -> Iterator[str]:
+def _cache(plan: GkePlan) -> Iterator[str]:
   volume, folder = plan.options.cache_volume, plan.config.run.jax_cache_dir
   if volume is None:
     return

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping
 
 from trainer.config import ConfigError
-from trainer.launch.manifest.plan import CACHE_FOLDER, Plan
+from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
 
 # A killed process (137), a segmentation fault (139) and an unhandled SIGTERM (143) say nothing about the input.
 _RESTART_ON = "42,134,137,139,143"
@@ -17,7 +17,7 @@ _TPU_ENVIRONMENT = "env JAX_PLATFORMS=tpu,cpu "
 _PATHWAYS_ENVIRONMENT = "env JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://localhost:29000 "
 
 
-def xpk(plan: Plan) -> str:
+def xpk(plan: GkePlan) -> str:
   """An `xpk workload create` command, or `create-pathways` behind Pathways."""
   given, comments = plan.options, plan.summary
   server, proxy = (plan.server_image, plan.proxy_image) if given.pathways_version else (None, None)
@@ -48,7 +48,7 @@ def xpk(plan: Plan) -> str:
   return _text(comments, f"xpk workload {program}", options, environment, plan)
 
 
-def gcluster(plan: Plan) -> str:
+def gcluster(plan: GkePlan) -> str:
   """A `gcluster job submit` command."""
   given, comments = plan.options, plan.summary
   server, proxy = (plan.server_image, plan.proxy_image) if given.pathways_version else (None, None)
@@ -85,7 +85,7 @@ def gcluster(plan: Plan) -> str:
   return _text(comments, "gcluster job submit", options, environment, plan)
 
 
-def _text(comments: list[str], program: str, options: Mapping[str, object], environment: str, plan: Plan) -> str:
+def _text(comments: list[str], program: str, options: Mapping[str, object], environment: str, plan: GkePlan) -> str:
   """The comments, and the command with one option and one key per line. options: None, False: left out; True: alone."""
   words = [f"exec {environment}python -m trainer", *map(shlex.quote, plan.words)]
   inner = " \\\n    ".join(map(_in_double_quotes, words))

@@ -11,7 +11,7 @@ from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
 from trainer.config.schema import Config
 from trainer.launch.manifest import budget, checks
-from trainer.launch.manifest.plan import CACHE_FOLDER, Plan
+from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
 
 # The keys that name training data and evaluation data, by dataset_type.
 _DATA_KEYS = {
@@ -24,13 +24,13 @@ _REMOTE_GRAIN = ("parquet", "jsonl")  # values of grain_file_type whose files ma
 _GIB = 2**30
 
 
-def problems(plan: Plan) -> Iterator[str]:
+def problems(plan: GkePlan) -> Iterator[str]:
   """All broken rules."""
   for rule in (_packages, _data, _buckets, _device_memory, _host_memory):
     yield from rule(plan)
 
 
-def _packages(plan: Plan) -> Iterator[str]:
+def _packages(plan: GkePlan) -> Iterator[str]:
   needs = {given: extra for given, _, extra in paths.extras(plan.config.observe)}
   needs |= {
     f"dataset_type={data.dataset_type}": "tfds" for data in _sections(plan.config) if data.dataset_type == "tfds"
@@ -53,7 +53,7 @@ def _sections(config: Config) -> Iterator[DataOptions]:
   yield from mixture.read_eval_sets(data).values()
 
 
-def _data(plan: Plan) -> Iterator[str]:
+def _data(plan: GkePlan) -> Iterator[str]:
   """Pods have the files of the package, the volume of --cache-volume, and what is in a bucket."""
   data = plan.config.data
   if data.dataset_type == "synthetic":
@@ -69,7 +69,7 @@ def _data(plan: Plan) -> Iterator[str]:
     yield from _path(plan, "tokenizer_path", data.tokenizer_path, True)
 
 
-def _paths(plan: Plan, data: DataOptions) -> Iterator[str]:
+def _paths(plan: GkePlan, data: DataOptions) -> Iterator[str]:
   """The data of one section: training data are there, and all data are where pods can read them."""
   kind = data.dataset_type
   required, *others = _DATA_KEYS[kind]
@@ -86,7 +86,7 @@ def _paths(plan: Plan, data: DataOptions) -> Iterator[str]:
         yield from _path(plan, key, part.strip(), remote)
 
 
-def _path(plan: Plan, key: str, value: str, remote: bool) -> Iterator[str]:
+def _path(plan: GkePlan, key: str, value: str, remote: bool) -> Iterator[str]:
   """remote: whether the reader of this file takes addresses."""
   mounted = plan.options.cache_volume and value.startswith(f"{CACHE_FOLDER}/")
   if mounted or (remote and value.startswith("gs://")):
@@ -97,7 +97,7 @@ def _path(plan: Plan, key: str, value: str, remote: bool) -> Iterator[str]:
   yield f"{key}={shorten(value)}: {wrong}.\nGive {address}a folder below {CACHE_FOLDER} of --cache-volume gs://BUCKET."
 
 
-def _buckets(plan: Plan) -> Iterator[str]:
+def _buckets(plan: GkePlan) -> Iterator[str]:
   """Addresses that name a bucket which cannot exist, such as gs://BUCKET/runs."""
   data = plan.config.data
   given = {"base_output_directory=": plan.config.run.base_output_directory}
@@ -110,7 +110,7 @@ def _buckets(plan: Plan) -> Iterator[str]:
       yield from paths.bucket_problems(f"{name}{shorten(part)}", part)
 
 
-def _device_memory(plan: Plan) -> Iterator[str]:
+def _device_memory(plan: GkePlan) -> Iterator[str]:
   """Every slice holds the whole state, spread over its chips. What else a step needs, trainer.tools.preflight knows."""
   chips, needed = plan.slice.hosts * plan.slice.chips_per_host, budget.state_bytes(plan.config)
   if needed > chips * plan.slice.hbm_bytes:
@@ -122,7 +122,7 @@ def _device_memory(plan: Plan) -> Iterator[str]:
     )
 
 
-def _host_memory(plan: Plan) -> Iterator[str]:
+def _host_memory(plan: GkePlan) -> Iterator[str]:
   """Behind Pathways the ramdisk is on a CPU node, whose memory is unknown here."""
   if not plan.pathways and plan.ramdisk_mebibytes * budget.MEBIBYTE > plan.slice.host_bytes:
     yield (

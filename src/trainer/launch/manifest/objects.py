@@ -12,14 +12,14 @@ from typing import Any
 import yaml
 
 from trainer.launch.manifest import budget
-from trainer.launch.manifest.plan import CACHE_FOLDER, Plan
+from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
 
 _USER = 1000  # of docker/Dockerfile
 _CONTROLLER_BYTES = 16e9  # of the program itself; two copies of the state come on top, while a checkpoint is written
 _WORKER_RESTARTS = 4  # of each host of a slice, if the job is not elastic
 
 
-def render(plan: Plan) -> str:
+def render(plan: GkePlan) -> str:
   """The YAML, after comments: how to reach the cluster, and the assumptions behind the numbers.
 
   A csi ramdisk needs a CheckpointConfiguration in the cluster, which comes first, as a document of its own.
@@ -57,7 +57,7 @@ def _fill(node: Any, value: Callable[[str], Any]) -> Any:
   return re.sub(r"\$(\w+)", lambda match: str(value(match[1])), node) if names else node
 
 
-def values(plan: Plan) -> Callable[[str], Any]:
+def values(plan: GkePlan) -> Callable[[str], Any]:
   """Returns a function that gives the value of a name in the templates, or None if it has no value."""
   memory = _CONTROLLER_BYTES + 2 * budget.checkpoint_bytes(plan.config) + plan.ramdisk_mebibytes * budget.MEBIBYTE
   restarts = _WORKER_RESTARTS if plan.slice_restarts is None else plan.slice_restarts
@@ -82,14 +82,14 @@ def values(plan: Plan) -> Callable[[str], Any]:
   return value
 
 
-def _ray_command(plan: Plan) -> str:
+def _ray_command(plan: GkePlan) -> str:
   arguments = [*plan.words, f"--min-slices={plan.least_slices}", f"--max-slices={plan.num_slices}"]
   arguments += [f"--topology={plan.slice.topology}", f"--accelerator-type={plan.slice.ray_version}"]
   arguments += ["--replace-lost"] if plan.slice.hosts == 1 else []
   return "python -m trainer.launch.ray " + shlex.join(arguments)
 
 
-def _volumes(plan: Plan) -> list[tuple[str, str, dict[str, Any]]]:
+def _volumes(plan: GkePlan) -> list[tuple[str, str, dict[str, Any]]]:
   """(name, mount point, source) of each volume."""
   found: list[tuple[str, str, dict[str, Any]]] = []
   volume = plan.options.cache_volume or ""

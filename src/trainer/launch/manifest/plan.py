@@ -19,7 +19,7 @@ _IMAGES = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways"
 
 
 @dataclass(frozen=True)
-class Plan:
+class GkePlan:
   """One job on GKE."""
 
   options: argparse.Namespace  # of options.parse
@@ -120,7 +120,7 @@ class Plan:
     return lines
 
 
-def resolve(options: argparse.Namespace) -> Plan:
+def resolve(options: argparse.Namespace) -> GkePlan:
   """The plan of these options. Raises ConfigError for a wrong configuration or TPU."""
   # The last value counts here; the job's own command refuses a key with two values.
   words = list({argument.partition("=")[0]: argument for argument in options.config}.values())
@@ -146,7 +146,7 @@ def resolve(options: argparse.Namespace) -> Plan:
     words.append(f"autocheckpoint_grace_seconds={grace}")
   if options.cache_volume:
     words.append(f"jax_cache_dir={CACHE_FOLDER}/jax")
-  return Plan(
+  return GkePlan(
     options=options,
     config=config,
     slice=piece,

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainer.launch.ray import slices
-from trainer.launch.ray.slices import Environment, Seat, Worker
+from trainer.launch.ray.slices import Environment, RayWorker, Seat
 from trainer.process import open_files
 from worlds import addresses
 from worlds.membership.coordinator import Coordinator
@@ -28,7 +28,7 @@ class RunSupervisor:
   """
 
   def __init__(
-    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[Worker], None]
+    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[RayWorker], None]
   ) -> None:
     """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
     the run gives up. kill: ends a worker's process, and returns at once."""
@@ -41,7 +41,7 @@ class RunSupervisor:
     self._server: Server | None = None
     self._token = b""
     self._seats: dict[int, Seat] = {}
-    self._workers: dict[int, Worker] = {}
+    self._workers: dict[int, RayWorker] = {}
     self._stopping = False  # the run must end, and not begin again
     self._leaving = False  # this group ends, and Ray starts another one
     self._code: int | None = None  # of the run, once it is over
@@ -50,7 +50,7 @@ class RunSupervisor:
 
   # ---- what Ray has started ----
 
-  def begin(self, workers: Sequence[Worker]) -> dict[int, Environment]:
+  def begin(self, workers: Sequence[RayWorker]) -> dict[int, Environment]:
     """A group of workers has started, and the group before it is gone. Returns {rank: its environment}."""
     with self._lock:
       progress = self._server is not None and bool(self._server.coordinator.committed)
@@ -75,7 +75,7 @@ class RunSupervisor:
       log(f"Ray has started {len(workers)} workers: {len(workers) // self._lanes} slices.")
       return {rank: self._environment(rank) for rank in self._workers}
 
-  def replace(self, worker: Worker) -> Environment:
+  def replace(self, worker: RayWorker) -> Environment:
     """Ray has started this worker in the place of one of the same rank, which is gone. Returns its environment."""
     with self._lock:
       assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"

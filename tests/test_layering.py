@@ -33,6 +33,7 @@ CORE = (
   {"models"},
   {"program"},
   {"run"},
+  {"drivers"},
   {"train"},
   {"app"},
 )
@@ -127,6 +128,14 @@ def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
   assert run.returncode == 0, run.stdout + run.stderr
   assert "completed step: 2" in run.stdout and not (tmp_path / "quickstart" / "report.html").exists()
   assert {path.name for path in (tmp_path / "quickstart" / "checkpoints").iterdir()} == {"2"}
+
+
+def test_the_two_drivers_do_not_know_each_other():
+  known = modules()
+  drivers = {name for name in known if name.startswith("trainer.drivers.")}
+  of_one = {"trainer.drivers.one_controller"}
+  for mine, others in ((of_one, drivers - of_one), (drivers - of_one, of_one)):
+    assert mine and not {name for module in mine for name in imports(known[module], known)} & others
 
 
 def test_packages_import_only_what_the_table_says():

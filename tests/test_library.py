@@ -23,10 +23,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tests.pages.test_code_blocks import blocks
 from tests.support.command import TINY
 from tests.support.elastic_harness import cached_in
 from tests.support.wheel import build_once, run_in
-from tests.test_code_blocks import blocks
 
 import trainer
 from input_pipeline.loader import loader_of

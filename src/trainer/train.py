@@ -5,7 +5,7 @@ process must stop (SIGTERM), a slice has returned, or a slice is lost. A lost sl
 `elastic/retry.py` catches. Only the session (programs, snapshots, data, records) outlives an attempt.
 
 The loop is the same whether one controller drives all slices or each slice is a world of its own: `run/driver.py` is
-all that it knows of this. `run/attempt.py` has the parts that follow a step.
+all that it knows of this, and `drivers/` has both. `run/attempt.py` has the parts that follow a step.
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.
@@ -20,13 +20,16 @@ import functools
 import jax
 
 from trainer.cluster import View
+from trainer.cluster.coordination import WithPeers
 from trainer.config.schema import Config
+from trainer.drivers.many_worlds import ManyWorlds
+from trainer.drivers.one_controller import OneController
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.program.state import TrainState
 from trainer.run import after_step
 from trainer.run.after_step import Due
 from trainer.run.attempt import Attempt
-from trainer.run.driver import Start
+from trainer.run.driver import Driver, Start
 from trainer.run.session import Session
 
 
@@ -39,7 +42,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   session.begin()
   with contextlib.ExitStack() as stack:
     with session.watchdog.during("restore and compilation"):
-      attempt = Attempt(config, session, elastic, view, survivors, stack)
+      attempt = Attempt(config, session, elastic, view, survivors, stack, _driver)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
       if start.tier not in ("none", "persistent"):
@@ -53,6 +56,15 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     if outcome.kind == "complete":
       attempt.completed(outcome.step, state)
     return outcome
+
+
+def _driver(attempt: Attempt) -> Driver:
+  """One program on all slices; or, if slices are worlds of their own, the part of this process's slice."""
+  coordination = attempt.session.cluster.coordination
+  shared = attempt.config, attempt.session, attempt.elastic, attempt.view, attempt.program
+  if isinstance(coordination, WithPeers):
+    return ManyWorlds(*shared, coordination.peers, attempt.tiers)
+  return OneController(*shared, attempt.guard)
 
 
 def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:

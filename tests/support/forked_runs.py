@@ -167,7 +167,7 @@ def damage(member: int, step: int) -> None:
   import jax
   import numpy as np
 
-  from trainer.run.many_worlds import ManyWorlds
+  from trainer.drivers.many_worlds import ManyWorlds
 
   take = ManyWorlds.step
 

@@ -59,7 +59,7 @@ def test_twelve_layers_on_three_slices():
   assert timeline.exposed[Channel.DCN] < 0.23e-3 < 1.6e-3 < timeline.needed(Channel.DCN)
 
 
-@pytest.mark.soak  # of axes that are divided by the compiler: tests/test_step.py has their results
+@pytest.mark.soak  # of axes that are divided by the compiler: tests/program/test_step.py has their results
 @pytest.mark.parametrize("axis, parts", [("tensor", 4), ("context", 1)])
 def test_every_mesh_axis_divides_what_is_sent(axis, parts):
   """A chip sends only its shard of the gradients to other slices, and gathers only its part of a weight over tensor."""

@@ -93,7 +93,7 @@ class Cluster(ABC):
   def recovers_in_process(self) -> bool:
     """Whether the loss of a slice ends the attempt, and the elastic loop starts another. Where slices are worlds of
     their own, a lost slice is a lost process, and the others need no new attempt."""
-    return self.coordination.peers is None
+    return not self.coordination.has_peers
 
   def view(self, alive: Iterable[int]) -> View:
     """A view of the slices `alive`, for one attempt."""

@@ -19,7 +19,7 @@ _REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to en
 class Coordination:
   """A run of one world: there is nobody to agree with."""
 
-  peers: Peers | None = None  # the worlds of the run, where each slice is a world of its own
+  has_peers = False  # whether each slice of the run is a world of its own
   # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
   fresh_run_id = ""
   # Whether other worlds have opened the run's folder before this process: it must not create the folder.
@@ -67,7 +67,7 @@ class Coordination:
 class WithPeers(Coordination):
   """A run whose slices are worlds of their own."""
 
-  peers: Peers
+  has_peers = True
 
   def __init__(self, world: World, peers: Peers, supervisor: ChildSupervisor | None = None) -> None:
     """supervisor: of the run, if this process has started it."""

@@ -66,6 +66,12 @@ def linear_cross_entropy(
   return _fused(x, w, targets, weights, static)
 
 
+def head_logits(x: jax.Array, head_VD: jax.Array) -> jax.Array:
+  """Returns logits [..., V] in float32 of the stream [..., D] after the final norm. The only place that computes them:
+  what is done to them here, in training too, needs its derivative in `_shard_sums`."""
+  return jnp.einsum("...d,vd->...v", x, head_VD.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
 def choose_chunks(length: int, position_bytes: float, limit: int) -> int:
   """Returns the number of chunks of `length` so that the logits of a chunk need at most `limit` bytes.
 
@@ -188,8 +194,7 @@ def _shard_sums(
     loss, z, dx, dw = carry
     targets, weights = (_chunk(view, i) for view in views)
     x = constrain(exchange.gather_tokens(_chunk(x_view, i)), "loss_batch", "length", "embed")
-    logits = jnp.einsum("btd,vd->btv", x, head_VD, preferred_element_type=jnp.float32)
-    logits = constrain(logits, "loss_batch", "length", "vocab")
+    logits = constrain(head_logits(x, head_VD), "loss_batch", "length", "vocab")
     if padded_from is not None:
       logits = jnp.where(token_ids < padded_from, logits, -jnp.inf)
     hit = token_ids == targets[..., None]

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import remat
+from trainer.kernels.cross_entropy import head_logits
 from trainer.models import rope
 from trainer.models.experts import Experts
 from trainer.models.layers import Attention, FeedForward, Kernels, RMSNorm, normal_param
@@ -181,11 +182,7 @@ class Decoder(nnx.Module):
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] in float32, for tests and sampling. Training never holds all of them (cross_entropy)."""
     x_BTD, head_VD = self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)
-    return self.head_logits(x_BTD, head_VD)
-
-  def head_logits(self, x: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Returns logits [..., V] in float32 from the stream [..., D] after the final norm, outside of training."""
-    return jnp.einsum("...d,vd->...v", x, head_VD.astype(x.dtype), preferred_element_type=jnp.float32)
+    return head_logits(x_BTD, head_VD)
 
   def _rows_are_smaller(self, reduce: GradReduce, tokens: int, vocab: int) -> bool:
     """Returns whether a device sends less for the gradients of the looked-up rows than for its shard of the table.

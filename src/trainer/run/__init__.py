@@ -1,1 +1,1 @@
-"""One run: attempts, what outlives them, and how the slices work together. Start reading at trainer/train.py."""
+"""One run: attempts and what outlives them. Start reading at trainer/train.py."""

@@ -27,8 +27,6 @@ from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
 from trainer.run.driver import Driver, Start
-from trainer.run.many_worlds import ManyWorlds
-from trainer.run.one_controller import OneController
 from trainer.run.plugins import Completed
 from trainer.run.session import Session
 from trainer.run.step_records import StepRecords
@@ -45,9 +43,10 @@ class Attempt:
     view: View,
     survivors: frozenset[int],
     stack: contextlib.ExitStack,
+    make_driver: Callable[[Attempt], Driver],
   ) -> None:
     """Makes everything about these slices that needs no array. `stack` closes it. survivors: slices whose host memory
-    has outlived the previous attempt."""
+    has outlived the previous attempt. make_driver: gets this attempt with its program and its backups."""
     self.config, self.session, self.elastic, self.view, self.survivors = config, session, elastic, view, survivors
 
     def close(call: Callable[[], object]) -> None:
@@ -56,7 +55,7 @@ class Attempt:
         call()
 
     cluster = session.cluster
-    guard = elastic.guard(view, session.watchdog.late_after)
+    self.guard = elastic.guard(view, session.watchdog.late_after)  # waits for the slices of `view`
     self.tiers = Tiers(
       config.checkpoint,
       config.run_directory,
@@ -65,7 +64,7 @@ class Attempt:
       slices=cluster.copied(view),
       snapshots=session.snapshots,
       saves_in_storage=cluster.coordination.saves_in_storage,
-      fetch=guard.call if cluster.is_behind_proxy else None,
+      fetch=self.guard.call if cluster.is_behind_proxy else None,
       keeps=session.plugins.keeps,
       log=session.log.line,
       warn=session.log.warning,
@@ -73,11 +72,7 @@ class Attempt:
     )
     stack.callback(close, self.tiers.close)
     self.program = session.programs.program(view)
-    self.driver: Driver
-    if (peers := cluster.coordination.peers) is None:
-      self.driver = OneController(config, session, elastic, view, guard, self.program)
-    else:
-      self.driver = ManyWorlds(config, session, elastic, view, self.program, peers, self.tiers)
+    self.driver = make_driver(self)
     stack.callback(close, self.driver.close)
     self.records = StepRecords(config, session, elastic, self.driver, self.program.mesh.devices.flat[0])
     self.profiler = Profiler(config.run_directory, config.observe, session.log, session.events)

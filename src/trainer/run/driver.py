@@ -1,4 +1,4 @@
-"""How the slices of a run work together: the interface of `one_controller` and of `many_worlds`."""
+"""How the slices of a run work together: the interface of `one_controller` and `many_worlds` of `drivers/`."""
 
 from __future__ import annotations
 

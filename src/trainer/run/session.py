@@ -259,7 +259,7 @@ def _name_rejected(run_directory: str, log: Log) -> None:
 
 def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[Callable[[], bool]]:
   """The lock of the run's folder, where this process writes the run's files now, or may one day."""
-  if not cluster.coordination.is_primary and cluster.coordination.peers is None:
+  if not cluster.coordination.is_primary and not cluster.coordination.has_peers:
     return contextlib.nullcontext(lambda: True)
   grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
   launch, joins = cluster.coordination.fresh_run_id or secrets.token_hex(6), cluster.coordination.joins
@@ -343,6 +343,6 @@ def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Progr
   """The compiled step of `prog`, or its halves. Compiles the checksums of the state's arrays as well, where needed."""
   if config.checkpoint.enable_checkpointing or config.elastic.elastic_enabled:
     fingerprint.prepare(prog.state)
-  if cluster.coordination.peers is None:
+  if not cluster.coordination.has_peers:
     return prog.compile()
   return prog.compile_halves(evaluates=evaluates, adds=config.elastic.shares_per_slice > 1)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 from tests.kernels.test_attention import mesh_of
-from tests.test_share_sums import compile_sums, sums
-from tests.test_step import ROWS, assert_close, config, reference, run
+from tests.program.test_share_sums import compile_sums, sums
+from tests.program.test_step import ROWS, assert_close, config, reference, run
 
 from trainer.kernels import attention
 from trainer.kernels.attention_xla import dot_product

@@ -19,6 +19,8 @@ from trainer.checkpoint import state_transfer
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.schema import Config
+from trainer.drivers import joining
+from trainer.drivers.rounds import Own, Rounds, Share
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
@@ -27,9 +29,8 @@ from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Halves, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Sums
-from trainer.run import driver, joining
+from trainer.run import driver
 from trainer.run.driver import LossSums, Metrics, Start, X
-from trainer.run.rounds import Own, Rounds, Share
 from trainer.run.session import Session
 from worlds.membership.client import SupervisorLost
 from worlds.membership.messages import Message, failing_line, slow_line

@@ -7,11 +7,11 @@ import functools
 import pathlib
 import re
 
-from tests.test_pages import section
+from tests.pages.test_pages import section
 
 from trainer.process import runtime_errors
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 PAGE = (ROOT / "docs" / "troubleshooting.md").read_text()
 

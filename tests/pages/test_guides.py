@@ -9,14 +9,14 @@ import re
 import kubernetes_validate
 import pytest
 import yaml
-from tests.test_code_blocks import blocks, literals, split
-from tests.test_pages import section
+from tests.pages.test_code_blocks import blocks, literals, split
+from tests.pages.test_pages import section
 
 from trainer.config.keys import all_keys
 from trainer.config.load import load
 from trainer.tools import report
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests import test_step
+from tests.program import test_step
+from tests.program.test_step import ROWS, T, assert_close, config, packed_batch
 from tests.support.seeds import few
-from tests.test_step import ROWS, T, assert_close, config, packed_batch
 
 from input_pipeline.batch import Batch
 from trainer.kernels.attention_xla import dot_product

@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.run.rounds import Own, Rounds
+from trainer.drivers.rounds import Own, Rounds
 from worlds.exchange import Part
 from worlds.exchange.plan import Plan
 

@@ -8,7 +8,7 @@ import pathlib
 import pytest
 from tests.test_library import SMALL
 
-NOTEBOOK = pathlib.Path(__file__).parents[1] / "docs" / "notebook.ipynb"
+NOTEBOOK = pathlib.Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 
 
 def test_it_has_ten_cells_without_outputs():

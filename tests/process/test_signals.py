@@ -14,7 +14,7 @@ import pytest
 
 from trainer.process.signals import Signals
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 HEADER = """
 import atexit, ctypes, os, signal, sys, threading, time

@@ -10,8 +10,8 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from tests.program.test_step import config, fresh, on_devices, packed_batch, slices
 from tests.support.seeds import few
-from tests.test_step import config, fresh, on_devices, packed_batch, slices
 
 from input_pipeline.batch import Batch
 from trainer.config.schema import Config

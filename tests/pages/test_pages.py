@@ -10,10 +10,10 @@ import pytest
 from tests.support import house
 from tests.test_layering import PACKAGES
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SOURCE = ROOT / "src"
-MAX_LINES = 1680  # of the reading path
+MAX_LINES = 1690  # of the reading path
 
 
 def section(page: str, title: str) -> str:

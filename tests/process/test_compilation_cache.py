@@ -14,7 +14,7 @@ import pytest
 
 from trainer.process import compilation_cache
 
-SOURCES = pathlib.Path(__file__).parents[1] / "src"
+SOURCES = pathlib.Path(__file__).parents[2] / "src"
 PROGRAM = """
 import sys, warnings
 from trainer.process import compilation_cache

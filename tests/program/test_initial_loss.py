@@ -18,7 +18,7 @@ from trainer.kernels.attention_xla import dot_product
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 
-FOLDER = Path(__file__).parent.parent / "configs" / "models"
+FOLDER = Path(__file__).parents[2] / "configs" / "models"
 MODELS = sorted(FOLDER.glob("*.yml"))
 SHRUNK = {
   "base_num_decoder_layers": 2,

@@ -35,7 +35,7 @@ class OneController:
   slice_seconds: dict[str, float] | None = None
 
   def __init__(
-    self, config: Config, session: Session, elastic: ElasticRun, view: View, guard: HangGuard, program: Program
+    self, config: Config, session: Session, elastic: ElasticRun, view: View, program: Program, guard: HangGuard
   ) -> None:
     """guard: waits for the slices of `view`."""
     self._config, self._session, self._elastic = config, session, elastic

@@ -16,7 +16,7 @@ from trainer.config.load import load
 from trainer.config.schema import PreflightOptions
 from trainer.launch.manifest.__main__ import main as manifest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 CONFIGURED = {"trainer", "trainer.tools.preflight", "trainer.tools.elastic_demo", "trainer.tools.tokenize"}
 CONFIGURED |= {"trainer.launch.local", "trainer.launch.ray"}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def build(folder: pathlib.Path, out: pathlib.Path) -> subprocess.CompletedProcess[str]:

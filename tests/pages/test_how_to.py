@@ -11,9 +11,9 @@ import subprocess
 import sys
 
 import pytest
-from tests.test_code_blocks import blocks
+from tests.pages.test_code_blocks import blocks
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [path for path in sorted((ROOT / "docs" / "how_to").glob("*.md")) if path.stem.startswith(("add_", "change_"))]
 SMALL = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "

@@ -36,7 +36,7 @@ _PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descript
 
 
 _CALL = struct.Struct("<QIIH")
-_ANSWER_BYTES = handshake.ANSWER_BYTES + _CALL.size
+ANSWER_BYTES = handshake.ANSWER_BYTES + _CALL.size
 
 
 class Call(NamedTuple):
@@ -157,7 +157,7 @@ class Listener:
   def _advance(self, pending: _Pending) -> None:
     """Reads a part of the answer, and decides once it is complete."""
     try:
-      data = pending.sock.recv(_ANSWER_BYTES - len(pending.answer))
+      data = pending.sock.recv(ANSWER_BYTES - len(pending.answer))
     except BlockingIOError:
       return
     except OSError as error:
@@ -166,7 +166,7 @@ class Listener:
     pending.answer += data
     if not data:
       self._refuse(pending, "closed before the handshake was complete")
-    elif len(pending.answer) == _ANSWER_BYTES:
+    elif len(pending.answer) == ANSWER_BYTES:
       self._decide(pending)
 
   def _decide(self, pending: _Pending) -> None:

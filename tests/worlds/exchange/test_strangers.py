@@ -81,7 +81,7 @@ def test_a_wrong_answer_is_refused_at_once(garbage):
     those.connect()
     with stranger(those.all[0]) as (sock, challenge):
       answers = {
-        "random bytes": os.urandom(listener._ANSWER_BYTES),
+        "random bytes": os.urandom(listener.ANSWER_BYTES),
         "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: " + b"x" * 100 + b"\r\n\r\n",
         "a wrong token": answer_of(b"another token...", challenge, Call(3, 1, 0)).answer,
         "an old epoch": answer_of(TOKEN, challenge, Call(1, 1, 0)).answer,
@@ -155,7 +155,7 @@ def test_a_listener_that_is_not_a_member_is_left(behaviour):
         if behaviour != "silence":
           sock.sendall(handshake.make_challenge() if behaviour == "no token" else b"HTTP/1.1 400 Bad Request\r\n\r\n")
         if behaviour == "no token":
-          sock.recv(listener._ANSWER_BYTES, socket.MSG_WAITALL)
+          sock.recv(listener.ANSWER_BYTES, socket.MSG_WAITALL)
           sock.sendall(os.urandom(handshake.PROOF_BYTES))
         time.sleep(0.5)
 

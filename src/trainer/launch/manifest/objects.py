@@ -36,7 +36,7 @@ def render(plan: GkePlan) -> str:
   kinds = ["CheckpointConfiguration"] if plan.ramdisk_mebibytes and plan.ramdisk == "csi" else []
   kinds.append("jobset behind Pathways" if target == "jobset" and plan.pathways else target)
   templates = yaml.safe_load(Path(__file__).with_name("templates.yml").read_text())
-  filled = [_fill(templates[kind], values(plan)) for kind in kinds]
+  filled = [_fill(templates[kind], _values(plan)) for kind in kinds]
   texts = [yaml.safe_dump(node, sort_keys=False, width=118) for node in filled]
   return "".join(f"# {line}\n" for line in comments) + "---\n".join(texts)
 
@@ -57,7 +57,7 @@ def _fill(node: Any, value: Callable[[str], Any]) -> Any:
   return re.sub(r"\$(\w+)", lambda match: str(value(match[1])), node) if names else node
 
 
-def values(plan: GkePlan) -> Callable[[str], Any]:
+def _values(plan: GkePlan) -> Callable[[str], Any]:
   """Returns a function that gives the value of a name in the templates, or None if it has no value."""
   memory = _CONTROLLER_BYTES + 2 * budget.checkpoint_bytes(plan.config) + plan.ramdisk_mebibytes * budget.MEBIBYTE
   restarts = _WORKER_RESTARTS if plan.slice_restarts is None else plan.slice_restarts

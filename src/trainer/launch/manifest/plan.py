@@ -33,10 +33,12 @@ class GkePlan:
 
   @property
   def name(self) -> str:
+    """The name of the job in Kubernetes."""
     return self.options.workload or self.config.run.run_name
 
   @property
   def pathways(self) -> bool:
+    """Whether the run is behind Pathways."""
     return self.config.cluster.enable_single_controller
 
   @property
@@ -46,7 +48,8 @@ class GkePlan:
 
   @property
   def max_restarts(self) -> int:
-    """Without checkpoints a restarted run would begin again; and xpk does not restart a job behind Pathways."""
+    """Restarts of the whole job. Without checkpoints a restarted run would begin again; and xpk does not restart a job
+    behind Pathways."""
     if self.options.max_restarts is not None:
       return self.options.max_restarts
     without = self.options.target == "xpk" and self.pathways
@@ -54,6 +57,7 @@ class GkePlan:
 
   @property
   def max_slice_restarts(self) -> int:
+    """Restarts of a slice's workers, if slices may be missing."""
     given = self.options.max_slice_restarts
     return self.config.elastic.elastic_max_retries if given is None else given
 

@@ -55,8 +55,9 @@ def answer_for(name: str) -> Answer | None:
 
 def answer_for_value(name: str, value: str) -> str | None:
   """Returns what to do instead of giving another program's `value` of the key `name`; None for other values."""
-  for patterns, remedy in tables()["values"].get(name, {}).items():
-    if any(fnmatchcase(value, pattern) for pattern in patterns.split()):
+  for row, remedy in tables()["values"].items():
+    key, _, patterns = row.partition("=")
+    if key == name and any(fnmatchcase(value, pattern) for pattern in patterns.split()):
       return remedy
   return None
 

@@ -6,7 +6,6 @@ answers.yml has them: the keys of MaxText, options of launchers, and settings of
 from __future__ import annotations
 
 import functools
-import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,23 +19,33 @@ HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcl
 # Values of MaxText that mean "not set", and what they are here.
 _UNSET = {"compile_topology_num_slices": {"-1": "1"}}
 
-
+_OLDER = "a key of older versions"
 # Values of MaxText that turn off what a key is about.
 _OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
 
 @dataclass(frozen=True)
 class Answer:
-  """What a name is, and what to do instead. renamed: the key that has its value here, or ""."""
+  """What a name is, and what to do instead.
+
+  safe: values with which a run has the same numbers without the name. default: another one, which a removed key had.
+  renamed: the key that has its value here, or "".
+  """
 
   what: str
   remedy: str
   safe: tuple[str, ...] = _OFF
+  default: str | None = None
   renamed: str = ""
 
+  @property
+  def is_older(self) -> bool:
+    """Whether this program had a key of this name."""
+    return self.what.endswith("of older versions")
+
   def changes_numbers(self, value: str) -> bool:
-    """Whether a run of MaxText with this value of the key computes something that this program does not."""
-    return not any(fnmatchcase(value.lower(), pattern) for pattern in self.safe)
+    """Whether a run with this value of the key computes something that this program does not."""
+    return value.lower() != self.default and not any(fnmatchcase(value.lower(), pattern) for pattern in self.safe)
 
 
 def answer_for(name: str) -> Answer | None:
@@ -62,9 +71,23 @@ def answer_for_value(name: str, value: str) -> str | None:
   return None
 
 
-def is_removed(name: str, value: str | None) -> bool:
-  """Whether `name` was a key and `value` its default, as config.yml of an older run has it: nothing is lost then."""
-  return value is not None and value.lower() == tables()["removed"].get(re.sub(r"[-.]", "_", name))
+def says_nothing(name: str, value: str | None, *, recorded: bool) -> bool:
+  """Whether a run is the same without a name that is no key: a removed key with its default, if others have the key.
+
+  recorded: in a file with every key of an older version, also a key of it that does not change the numbers of the run.
+  """
+  answer = answer_for(name.replace("-", "_"))
+  if answer is None or value is None:
+    return False
+  if recorded and answer.is_older:
+    return not answer.changes_numbers(value)
+  return value.lower() == answer.default and answer.what != _OLDER
+
+
+def lost(name: str, value: str) -> str:
+  """What to do about a key of older versions with a value that changed the numbers of the run; "" for others."""
+  answer = answer_for(name)
+  return answer.remedy if answer and answer.is_older and answer.changes_numbers(value) else ""
 
 
 def translated(name: str, value: str) -> str:
@@ -76,10 +99,12 @@ def translated(name: str, value: str) -> str:
 def all_answers() -> dict[str, Answer]:
   """Returns {name or pattern: its answer}."""
   found: dict[str, Answer] = {}
+  defaults = tables()["removed"]
   for group in tables()["names"]:
     safe = tuple(group["safe"].split()) if "safe" in group else _OFF
     for names, remedy in group["remedies"].items():
-      found |= dict.fromkeys(names.split(), Answer(group["what"], remedy, safe))
+      for name in names.split():
+        found[name] = Answer(group["what"], remedy, safe, defaults.get(name.replace(".", "_")))
   renamed = tables()["renamed"].items()
   return found | {name: Answer("a key of MaxText", f"Set {ours}.", renamed=ours) for name, ours in renamed}
 

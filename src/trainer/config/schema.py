@@ -403,6 +403,9 @@ class ElasticSection(Section):
   snapshot_period: NonNegative = 0
   """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time. Not for slices as separate
   processes."""
+  witness_period: NonNegative = 0
+  """Steps between two witnesses: a second slice computes a part of the step too, and the bits of both are compared
+  (docs/trust.md). 0: never. Needs at least two slices."""
   fault_injection: str = ""
   """Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'.
   docs/elastic.md describes the grammar."""

@@ -65,7 +65,7 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]
   if not fewer:
-    return [f"Slices: these parallelisms need all {total}; the run cannot continue with fewer"]
+    return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for alive in range(total, 0, -1):
     plan = program.batch_plan_of(config, slices[:alive], total)

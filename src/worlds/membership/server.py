@@ -241,6 +241,10 @@ class Server:
       return run.joined(member, lane, received["epoch"])
     if kind == "computed":
       return run.computed(member, received["epoch"], received["seconds"])
+    if kind == "device":
+      return run.device(member, received["where"], received["numerics"])
+    if kind == "witness":
+      return run.witnessed(member, received["epoch"], received["sums"])
     if kind == "done":
       step_of(received["round"])  # ValueError before anything changes
       return run.done(member, lane, received["epoch"], received["round"], received["checksum"])

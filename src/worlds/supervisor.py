@@ -24,7 +24,7 @@ from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.membership.wire import Channel
 from worlds.place import Place
-from worlds.workers import Program, Workers
+from worlds.workers import MemberProgram, Workers
 
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
@@ -96,7 +96,7 @@ class Supervisor:
 
   def __init__(
     self,
-    program: Program,
+    program: MemberProgram,
     argv: Sequence[str],
     rules: RunRules,
     *,
@@ -234,14 +234,13 @@ class Supervisor:
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    self._server.lost(member, reason)
-    if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
+    if self._interrupted.is_set():
+      self._server.lost(member, reason)
       return
     host = self._host(member)
     name = host.host if isinstance(host, RemoteWorkers) else socket.gethostname()
-    log(f"Member {member} {reason}.")
-    seconds = self._server.failed(member, code, name, reason)
-    if host is not None and self._coordinator.phase != "over":
+    seconds = self._server.ended(member, code, name, reason)
+    if host is not None and seconds is not None and self._coordinator.phase != "over":
       self._starts[member] = self._coordinator.clock() + seconds
       host.restart(member, seconds)
 

@@ -17,7 +17,7 @@ from trainer.config.errors import counted
 from trainer.config.schema import Config
 from trainer.elastic import batch_plan
 from trainer.preflight.analysis import Analysis, roofline, timeline
-from trainer.preflight.remat_choice import Candidate, Choice, label
+from trainer.preflight.remat_choice import Choice, PolicyResult, label
 from trainer.program import program
 
 EXPOSED_SHOWN = 5  # transfers
@@ -96,7 +96,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   return lines
 
 
-def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
+def remat_lines(choice: Choice, candidates: Sequence[PolicyResult]) -> list[str]:
   """Returns the choice of remat_policy=auto, and the table of the candidates that were compiled for it."""
   lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]
   for c in candidates:

@@ -23,12 +23,12 @@ import numpy as np
 from worlds.exchange import state
 from worlds.exchange.crew import Crew
 from worlds.exchange.errors import PeerLost
-from worlds.exchange.handshake import TOKEN_BYTES, Call
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Stop, Stopped
-from worlds.exchange.listener import Listener, dial
+from worlds.exchange.listener import Call, Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
+from worlds.handshake import TOKEN_BYTES
 
 
 class Exchange:

@@ -1,6 +1,6 @@
 """Flips bits in runs of a tiny model, and checks that the witness finds each flip within its reach.
 
-  python -m end_to_end.flips [--count 1000] [--first 0] [--simulated 20]
+  python -m end_to_end.flips [--count 1000 | --seeds 282 516] [--simulated 20]
 
 Seed i determines flip i: 2 to 4 slices of 1 or 2 shares, what flips (gradients, weights, optimizer state), in which
 array, slice and step, and whether it is sticky. Each run has the real supervisor, exchange, programs and drivers; the
@@ -371,7 +371,7 @@ def false_alarms(comparisons: int) -> int:
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--count", type=int, default=1000)
-  parser.add_argument("--first", type=int, default=0)
+  parser.add_argument("--seeds", type=int, nargs="+", help="of the flips, instead of 0 to count - 1")
   parser.add_argument("--simulated", type=int, default=20, help="so many more flips, with one controller")
   args = parser.parse_args()
   jax.config.update("jax_platforms", "cpu")
@@ -379,18 +379,18 @@ def main() -> int:
   bad, kinds = 0, Counter[str]()
   with tempfile.TemporaryDirectory(prefix="flips-") as name:
     runs = Runs(Path(name))
-    for seed in range(args.first, args.first + args.count):
+    for number, seed in enumerate(args.seeds or range(args.count), start=1):
       flip = plan(seed, runs)
       played = runs.play(flip.slices, flip.group, flip.period, flip.fault)
       kinds[f"{flip.fault.kind}{' out of reach' * (not any(flip.found))}"] += 1
       if rules := broken(flip, played, runs.right(flip.slices, flip.group)):
         bad += 1
         print(f"flip {seed} ({flip}) breaks {rules}: {played.log}", flush=True)
-      if (seed + 1) % 100 == 0:
-        print(f"{seed + 1 - args.first} flips, {bad} of them break a rule", flush=True)
+      if number % 100 == 0:
+        print(f"{number} flips, {bad} of them break a rule", flush=True)
     harness = Harness(Path(name), prepare_steps=False)
     losses = harness.run("undisturbed", KEYS).losses if args.simulated else {}
-    for seed in range(args.first, args.first + args.simulated):
+    for seed in range(args.simulated):
       what, rules = broken_simulated(harness, seed, losses)
       kinds["one controller"] += 1
       if rules:

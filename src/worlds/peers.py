@@ -120,6 +120,7 @@ class Peers:
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
       self._changes = bool(received["changes"])
+      self.check |= {"asked": [], "since": 0}  # both are about the round that is over
       self._announce_role()
     elif kind == "interrupt":
       self.interrupted = True

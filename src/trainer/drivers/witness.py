@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from trainer.drivers.rounds import Own, Share
@@ -19,6 +19,7 @@ class ComparedShare:
     self._peers, self._checks, self._seed, self._check, self._compute = peers, checks, seed, check, compute
     self._digests: Digests | None = None  # of the share, if this member has computed it
     self._since = 0  # see the message `check`
+    self._members: Collection[int] = ()  # that compute the share in this epoch
 
   def compute(self, share: Share) -> Own:
     """The sums of a share of this member. Keeps their digests if the share is compared."""
@@ -37,8 +38,9 @@ class ComparedShare:
 
   def join_in(self) -> None:
     """Computes the share if another member has it, and this one is drawn or asked."""
-    asked = self._told("asked", []) or self._drawn().members
-    if self._digests is None and self._peers.member in asked:
+    owner, *second = self._drawn().members
+    self._members = {owner, *(self._told("asked", []) or second)}
+    if self._digests is None and self._peers.member in self._members:
       self.compute(self._drawn().share)
 
   def report(self, round_name: str) -> None:
@@ -49,8 +51,7 @@ class ComparedShare:
 
   def record(self) -> dict[str, Any]:
     """Which share was compared, and by whom, for the receipt."""
-    drawn = self._drawn()
-    return {"share": drawn.share, "members": list(self._told("asked", []) or drawn.members)}
+    return {"share": self._drawn().share, "members": sorted(self._members)}
 
   def _told(self, name: str, default: Any) -> Any:
     """A field of the message `check` of this epoch."""

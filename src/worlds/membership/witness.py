@@ -60,8 +60,8 @@ class Verdict(NamedTuple):
 
   equal: commit. transient: the same, but `members` had other sums before all computed again; none: unknown which.
   ask: `members` shall compute the share, too. again: all members shall compute all their shares again. removed: the
-  sums of `members` are wrong. undecided: they differ, no other member can be asked, and it is not the first time.
-  arrays: {array: how many bits differ, at least}.
+  sums of `members` are wrong. undecided: no other member can be asked, and they differ again, or only one of those that
+  differed is left. arrays: {array: how many bits differ, at least}.
   """
 
   kind: Literal["equal", "transient", "ask", "again", "removed", "undecided"]
@@ -77,6 +77,7 @@ class Witness:
   asked: list[int] = dataclasses.field(default_factory=list)  # members that compute the share; none: as drawn
   since: int = 0  # sums that were computed in earlier epochs do not count
   before: dict[int, Sums] = dataclasses.field(default_factory=dict)  # what was computed before `since`
+  differ: Mapping[str, int] = dataclasses.field(default_factory=dict)  # arrays, as in `Verdict`, of this round
   # {member: the last round in which its sums were compared and equal}
   agreed: dict[int, str] = dataclasses.field(default_factory=dict)
 
@@ -93,7 +94,7 @@ class Witness:
     """The round is over."""
     if len(self.sums) > 1:
       self.agreed |= dict.fromkeys(self.sums, round_name)
-    self.sums, self.asked, self.since, self.before = {}, [], 0, {}
+    self.sums, self.asked, self.since, self.before, self.differ = {}, [], 0, {}, {}
 
   def check(self, epoch: int, unlike: Mapping[int, int]) -> Message | None:
     """What members must know before this epoch; None: they draw, and all are alike."""
@@ -106,21 +107,28 @@ class Witness:
     """What follows from the sums, for the epochs after `epoch`. alike: members that would compute the same bits."""
     found = {member: json.dumps(sums, sort_keys=True) for member, sums in self.sums.items()}
     counts = Counter(found.values()).most_common()
-    if len(counts) < 2:
+    suspect = self._is_suspect()
+    if len(counts) < 2 and not suspect:
       return self._transient() if self.before else Verdict("equal")
-    (most, number), (_, next_number) = counts[:2]
-    odd = tuple(sorted(member for member in found if found[member] != most))
-    right = next(member for member in found if found[member] == most)
-    arrays = _difference(self.sums[odd[0]], self.sums[right])
-    if number > next_number:
-      return Verdict("removed", odd, arrays)
+    if len(counts) > 1:
+      (most, number), (_, next_number) = counts[:2]
+      odd = tuple(sorted(member for member in found if found[member] != most))
+      right = next(member for member in found if found[member] == most)
+      self.differ = _difference(self.sums[odd[0]], self.sums[right])
+      if number > next_number:
+        return Verdict("removed", odd, self.differ)
     if more := sorted(set(alike) - found.keys())[:1]:
       self.asked = sorted({*found, *more})
-      return Verdict("ask", tuple(more), arrays)
-    if self.before:
-      return Verdict("undecided", tuple(sorted(found)), arrays)
+      return Verdict("ask", tuple(more), self.differ)
+    if self.before or suspect:
+      return Verdict("undecided", tuple(sorted(found)), self.differ)
     self.asked, self.since, self.before = sorted(found), epoch + 1, self.sums
-    return Verdict("again", tuple(sorted(found)), arrays)
+    return Verdict("again", tuple(sorted(found)), self.differ)
+
+  def _is_suspect(self) -> bool:
+    """Whether one member is left of those whose sums differed, and has not computed what another one had before."""
+    others = [sums for member, sums in self.before.items() if member not in self.sums]
+    return bool(self.asked) and len(self.sums) == 1 and next(iter(self.sums.values())) not in others
 
   def _transient(self) -> Verdict:
     changed = sorted(member for member, sums in self.sums.items() if self.before.get(member, sums) != sums)
@@ -149,6 +157,6 @@ def alarm_line(alarm: Mapping[str, Any]) -> str:
     blamed = f"{who} computed other bits the first time" if who else "it is not known which slice was wrong"
     return f"{what} All members computed the step again and agree: {blamed}. The run goes on."
   return (
-    f"{what} The sums of {who} differ in two computations, and no other slice can decide. No step with these sums is "
-    "committed. Test the chips of these slices. The same command continues from the last checkpoint."
+    f"{what} Wrong sums may come from {who}, and no other slice can decide. No step with these sums is committed. Test "
+    "the chips of all slices that computed. The same command continues from the last checkpoint."
   )

@@ -45,6 +45,7 @@ from trainer.program.checks import names
 from trainer.program.program import Halves, Program
 from trainer.run import run_data
 from trainer.run.driver import Start
+from trainer.world import SINGLE_WORLD
 from worlds.exchange import PeerLost
 from worlds.join import join
 from worlds.membership.client import SupervisorLost
@@ -184,7 +185,7 @@ class Member(threading.Thread):
     events = types.SimpleNamespace(begin_epoch=nothing, emit=lambda kind, **fields: self._emit(played, kind, fields))
     watchdog = types.SimpleNamespace(during=lambda what: contextlib.nullcontext())
     metrics = types.SimpleNamespace(remembered=list, remember=nothing)
-    cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices)
+    cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices, world=SINGLE_WORLD)
     self._session: Any = types.SimpleNamespace(
       data=data, log=log, events=events, watchdog=watchdog, metrics=metrics, cluster=cluster
     )

@@ -81,7 +81,8 @@ class ManyWorlds:
     if self._period:
       devices = self._program.mesh.devices.flat
       numerics = f"{multiprocess.numerics(devices[0])}, {dict(self._program.compiler_options)}"
-      where = f"host {environment.host()}, {', '.join(map(str, devices))}"
+      hosts = dict.fromkeys(self._session.cluster.world.gather(environment.host()))
+      where = f"host {', '.join([*hosts, *map(str, devices)])}"
       self._peers.membership.send("device", where=where, numerics=numerics)
     start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
     resume(start)

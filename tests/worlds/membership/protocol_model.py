@@ -258,6 +258,7 @@ class Model:
       assert member.history is not None
       assert member.mode == "undecided" and received["round"] == member.round, (received, member)
       member.history.append(member.round)
+      member.check |= {"asked": [], "since": 0}
       self.check(member)
       member.mode = "computing"
       if member.id in received["leave"]:

@@ -40,7 +40,7 @@ from trainer.config.faults import Fault
 from trainer.config.schema import Config
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.elastic.faults import FaultInjector
-from trainer.program import program, state
+from trainer.program import program
 from trainer.program.checks import names
 from trainer.program.program import Halves, Program
 from trainer.run import run_data
@@ -226,7 +226,8 @@ class Member(threading.Thread):
       trained = start.state
       for n in range(start.step + 1, STEPS + 1):
         trained, _ = driver.step(trained, n)
-      self.final = np.asarray(state.digest(trained))
+      assert self._halves.checks is not None
+      self.final = np.asarray(self._halves.checks.of_state(trained))
       if peers.saves_in_storage:
         peers.membership.send("finished", code=0)
       peers.wait_for_end()

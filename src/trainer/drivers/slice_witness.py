@@ -39,7 +39,9 @@ class SliceWitness:
     """full: the program of the view. guard: waits for its slices."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
     self._guard = guard
-    self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
+    # {slice: its last comparison without a difference, in this attempt}. States are equal after wrong sums, too.
+    self._equal_states: dict[int, str] = {}
+    self._equal_sums: dict[int, str] = {}
 
   def before_step(self, state: TrainState, n: int) -> TrainState:
     """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
@@ -58,9 +60,10 @@ class SliceWitness:
     alive = self._view.slices
     states = dict(zip(alive, _by_slice(state, self._view.devices)))
     shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps
-    dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive) if index < shares}
+    dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive)}
     drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt, {})
-    self._agree(f"the state before step {n}", alive, lambda slice_id: self._state(slice_id, states[slice_id]))
+    state_of = lambda slice_id: self._state(slice_id, states[slice_id])
+    self._agree(self._equal_states, f"the state before step {n}", alive, state_of)
     flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id) for slice_id in alive}
 
     def sums(slice_id: int) -> Sums:
@@ -69,7 +72,7 @@ class SliceWitness:
       trees = flips[slice_id]([part.tree for part in parts])
       return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
 
-    self._agree(f"step {n}", drawn.members, sums)
+    self._agree(self._equal_sums, f"step {n}", drawn.members, sums)
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""
@@ -87,15 +90,15 @@ class SliceWitness:
     _, _, checks = self._of(slice_id)
     return checks.read_state(checks.of_state(state))
 
-  def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
-    """Compares what the slices `members` compute, and others if they differ."""
+  def _agree(self, equal: dict[int, str], what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
+    """Compares what the slices `members` compute, and others if they differ. equal: the last comparisons."""
     witness, wanted, alive = Witness(), members, self._view.slices
     while True:
       for slice_id in wanted:
         witness.computed(slice_id, compute(slice_id))
       found = witness.verdict(0, alive)
       if found.kind == "equal":
-        self._agreed |= dict.fromkeys(members, what)
+        equal |= dict.fromkeys(members, what)
         return
       if found.kind not in ("ask", "again"):
         break
@@ -105,7 +108,7 @@ class SliceWitness:
     devices = dict(zip(alive, self._view.devices))
     where = {str(slice_id): ", ".join(map(str, devices[slice_id])) for slice_id in found.members}
     fields = {"outcome": found.kind, "round": what, "members": list(found.members), "arrays": dict(found.arrays)}
-    agreed = {str(slice_id): self._agreed[slice_id] for slice_id in found.members if slice_id in self._agreed}
+    agreed = {str(slice_id): equal[slice_id] for slice_id in found.members if slice_id in equal}
     record = self._session.events.emit("witness", where=where, agreed=agreed, **fields)
     self._session.log.line(alarm_line(record))
     if found.kind == "removed":

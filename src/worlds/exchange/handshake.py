@@ -15,7 +15,7 @@ import secrets
 import struct
 from typing import NamedTuple
 
-_MAGIC = b"exchang3"  # the last character is the version
+_MAGIC = b"exchang4"  # the last character is the version
 NONCE_BYTES = 16
 TOKEN_BYTES = 16  # the least
 _CALL = struct.Struct("<QIIH")

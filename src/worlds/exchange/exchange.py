@@ -6,12 +6,11 @@ calls `reduce` again with the same data, which `reduce` never modifies.
 
 Members that stay keep their connections, and yet no byte of an earlier epoch can be read in a later one. In `connect`,
 each side drops its frames that were not begun, sends the rest of the frame that was, and then the mark of the epoch. It
-discards everything before the mark of its peer. So a connection that passes `connect` has carried the marks of this
-epoch in both directions. An older mark is discarded. A newer one is remembered, and ends this epoch. A side that gives
-a connection up closes it, so the peer finds its end in place of a mark, and the member with the higher id makes another
-one, which replaces the earlier one if the peer has not noticed its end. This includes a connection that only one side
-has, because the other one was interrupted in `connect`: `dial` closes what it has made, and the listener what was not
-claimed. All streams of a peer are kept, or all are replaced.
+discards everything before the mark of its peer: an older mark, too. A newer one is remembered, and ends this epoch. A
+side that gives a connection up closes it, so the peer finds its end in place of a mark, and the member with the higher
+id makes another one, which replaces the first one if the peer has not noticed its end. This includes a connection that
+only one side has, because the other one was interrupted in `connect`: `dial` closes what it has made, and the listener
+what was not claimed. All streams of a peer are kept, or all are replaced.
 
 With several processes per slice, process p of a slice exchanges with process p of the other slices: each such group has
 its own members and addresses.
@@ -24,7 +23,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,36 +96,35 @@ class Exchange:
         with contextlib.suppress(PeerLost):  # the connection is broken
           link.begin(epoch, self._stop)
       self._dial(deadline)
-      if self._await_marks(deadline):
-        self._dial(deadline)
+      self._await_marks(deadline)
+      self._dial(deadline)
       for member in self._links.keys() & self._listener.arrived():
         if member > self._member:  # it has given up its earlier connection
           self._drop(member)
-      callers = self._missing(member for member in sorted(peers) if member > self._member)
+      callers = [key for key in self._missing() if key[0] > self._member]
       self._add(self._listener.claim(callers, self._stop, deadline))
 
-  def _missing(self, members: Iterable[int]) -> list[tuple[int, int]]:
-    """(member, stream) of the connections that these members lack."""
-    return [(member, stream) for member in members if member not in self._links for stream in range(self._streams)]
+  def _missing(self) -> list[tuple[int, int]]:
+    """(member, stream) of the connections that this epoch lacks."""
+    members = sorted(self._addresses.keys() - self._links.keys() - {self._member})
+    return [(member, stream) for member in members for stream in range(self._streams)]
 
   def _dial(self, deadline: float) -> None:
     """Of two members without a connection, the one with the higher id connects."""
+    missing = [key for key in self._missing() if key[0] < self._member]
     # It begins with the ids next to it, so that not all members connect to the first one at once.
-    missing = self._missing(member for member in sorted(self._addresses, reverse=True) if member < self._member)
-    calls = {Call(self._epoch, self._member, *key): self._addresses[key[0]] for key in missing}
+    calls = {Call(self._epoch, self._member, *key): self._addresses[key[0]] for key in reversed(missing)}
     made = dial(self._token, calls, self._stop, deadline)
-    self._add({(call.listener, call.stream): made[call] for call in calls})
+    self._add({(call.listener, call.stream): made[call] for call in sorted(calls)})
 
   def _add(self, made: Mapping[tuple[int, int], socket.socket]) -> None:
     """Connections that both sides have made for this epoch, by member and stream."""
     for (member, _), sock in made.items():
       self._links.setdefault(member, []).append(Link(member, sock, self._stop, self._epoch))
 
-  def _await_marks(self, deadline: float) -> bool:
-    """Returns when all connections have carried the marks of this epoch. Drops those of a peer if one of them breaks,
-    and returns whether it did so."""
-    count, waiting = len(self._links), set(itertools.chain(*self._links.values()))
-    able = set(waiting)
+  def _await_marks(self, deadline: float) -> None:
+    """Returns when all connections have carried the marks of this epoch. Drops those of a peer if one breaks."""
+    waiting = able = set(itertools.chain(*self._links.values()))
     with contextlib.closing(Poll(self._stop)) as poll:
       while waiting:
         for link in able & waiting:
@@ -138,16 +136,15 @@ class Exchange:
             raise PeerLost([link.member], f"the peer has begun epoch {link.epoch}")
         is_late = time.monotonic() >= deadline - self._connect_seconds / 2  # the listener of a late peer answers
         for member in {link.member for link in waiting if link.is_broken or (is_late and link.member < self._member)}:
+          waiting -= set(self._links[member])
           for link in self._links[member]:
             poll.watch(link, reads=False, writes=False)
-          waiting -= set(self._links[member])
           self._drop(member)
         if waiting and time.monotonic() >= deadline:
           raise PeerLost({link.member for link in waiting}, "no sign of this epoch within the time limit")
-        able = set(waiting)
+        able = waiting
         with contextlib.suppress(PeerLost):  # a host is dead
-          able = set(itertools.chain(*poll.wait())) if waiting else set()
-    return len(self._links) < count
+          able = set(itertools.chain(*poll.wait())) if waiting else able
 
   def reduce(
     self,

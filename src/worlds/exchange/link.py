@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -43,19 +44,6 @@ class Stop:
       was_set, self._is_set = self._is_set, True  # before a thread wakes
       if not was_set and not self._is_closed:
         os.write(self._write, b"s")  # never read, so that it wakes every thread
-
-  def wait(self, sock: socket.socket, event: int, deadline: float | None = None) -> None:
-    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`. Raises Stopped if the flag is
-    set, and TimeoutError at `deadline` (time.monotonic seconds)."""
-    poller = select.poll()
-    self.watched_by(poller)
-    poller.register(sock, event)
-    milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-    ready = poller.poll(milliseconds)
-    if self._is_set:
-      raise Stopped
-    if not ready:
-      raise TimeoutError("no answer within the time limit")
 
   def watched_by(self, poll: select.poll) -> None:
     """Makes `poll` return once the flag is set."""
@@ -248,26 +236,25 @@ class Link:
         self._flush()
 
   def _wait(self, event: int) -> None:
-    """Returns when `event` is pending, or from time to time."""
-    try:
-      self._stop.wait(self._sock, event, time.monotonic() + CHECK_SECONDS)
-    except TimeoutError:
+    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending, or from time to time."""
+    poll = select.poll()
+    self._stop.watched_by(poll)
+    poll.register(self._sock, event)
+    ready = poll.poll(1000 * CHECK_SECONDS)
+    if self._stop.is_set:
+      raise Stopped
+    if not ready:
       self.check()
 
   def wait_closed(self, seconds: float) -> None:
     """Returns when the peer has closed the connection, or after `seconds`. Drops what it still sends."""
-    self.is_broken = True
-    deadline = time.monotonic() + seconds
+    deadline, self.is_broken = time.monotonic() + seconds, True
     poll = select.poll()
     poll.register(self._sock, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0:
-      try:
-        if poll.poll(1000 * left) and not self._sock.recv(_CHUNK):
-          return
-      except BlockingIOError:
-        continue
-      except OSError:
-        return
+    with contextlib.suppress(PeerLost):
+      while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
+          self._receive(memoryview(bytearray(_CHUNK)))
 
   def close(self) -> None:
     self._sock.close()
@@ -287,9 +274,8 @@ class Link:
   def _next_header(self) -> Frame:
     """The header that has arrived. The next one is expected."""
     magic, *fields = _FIELDS.unpack_from(self._header)
-    if magic != _MAGIC or _CHECKSUM.unpack_from(self._header, _FIELDS.size)[0] != zlib.crc32(
-      self._header[: _FIELDS.size]
-    ):
+    (number,) = _CHECKSUM.unpack_from(self._header, _FIELDS.size)
+    if magic != _MAGIC or number != zlib.crc32(self._header[: _FIELDS.size]):
       raise self._lost("the header of a frame is damaged")
     frame, self._missing = Frame(*fields), memoryview(self._header)
     if frame.kind == Kind.EPOCH:

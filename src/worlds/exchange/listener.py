@@ -54,8 +54,7 @@ class Listener:
     self._arrivals = threading.Condition()
     self._epoch = -1  # connections of earlier epochs are refused
     self._most_pending = MOST_PENDING
-    self._callers: Collection[tuple[int, int]] = ()  # (member, stream) that `claim` waits for
-    self._missing: set[tuple[int, int]] = set()  # those that have not arrived yet in this epoch
+    self._awaited = 0  # connections that `claim` waits for
     # (member, stream) -> (epoch, connection), not claimed yet
     self._arrived: dict[tuple[int, int], tuple[int, socket.socket]] = {}
     self._pending: dict[socket.socket, _Pending] = {}
@@ -69,7 +68,7 @@ class Listener:
   def begin(self, epoch: int, most: int) -> None:
     """Drops connections of earlier epochs, and refuses them from now on. most: how many may come in this epoch."""
     with self._arrivals:
-      self._epoch, self._most_pending, self._callers = epoch, MOST_PENDING + most, ()
+      self._epoch, self._most_pending = epoch, MOST_PENDING + most
       for key, (theirs, sock) in list(self._arrived.items()):
         if theirs < epoch:
           del self._arrived[key]
@@ -81,13 +80,12 @@ class Listener:
     """Returns the connections of the callers, (member, stream), of the present epoch, as soon as all have arrived.
     Raises PeerLost with the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
     with self._arrivals:
-      self._callers = callers
-      self._missing = {key for key in callers if self._arrived.get(key, (-1, None))[0] != self._epoch}
-      while self._missing:
+      self._awaited = len(callers)
+      while missing := [key for key in callers if self._arrived.get(key, (-1, None))[0] != self._epoch]:
         if stop.is_set:
           raise Stopped
         if not self._arrivals.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-          raise PeerLost({member for member, _ in self._missing}, "no connection within the time limit")
+          raise PeerLost({member for member, _ in missing}, "no connection within the time limit")
       return {key: self._arrived.pop(key)[1] for key in callers}
 
   def arrived(self) -> set[int]:
@@ -179,11 +177,7 @@ class Listener:
       self._arrived[call.caller, call.stream] = (call.epoch, pending.sock)
       if earlier:
         earlier[1].close()
-      if call.epoch == self._epoch:
-        self._missing.discard((call.caller, call.stream))
-      elif earlier and earlier[0] == self._epoch and (call.caller, call.stream) in self._callers:
-        self._missing.add((call.caller, call.stream))  # not claimed yet, and now closed: the present epoch is over
-      if not self._missing:
+      if len(self._arrived) >= self._awaited:
         self._arrivals.notify_all()
 
   def _send(self, pending: _Pending, message: bytes) -> bool:

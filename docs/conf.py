@@ -17,7 +17,7 @@ nitpicky = True
 # A code block without a language is a command or output; Pygments then guesses Python.
 highlight_language = "none"
 
-_FIRST = ("tutorial", "concepts", "questions", "coming_from", "elastic", "run_on_gke", "run_on_gpu_cluster", "on_call")
+_FIRST = ("tutorial", "concepts", "coming_from", "elastic", "troubleshooting", "run_on_gke", "run_on_gpu_cluster")
 _FOLDERS = {"How to": "how_to", "Benchmarks": "benchmarks", "Results": "results", "Decisions": "decisions"}
 
 

@@ -6,6 +6,7 @@ import ast
 import functools
 import os
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -111,8 +112,10 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
 
 
 def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
-  """The first day of a fork (docs/how_to/leave_a_part_out.md)."""
+  """The first day of a fork."""
   around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}
+  page = (SOURCE.parent / "docs" / "how_to" / "leave_a_part_out.md").read_text()
+  assert around == set(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE))
   left_out = lambda folder, names: around & set(names) if folder == str(SOURCE / "trainer") else ()
   shutil.copytree(SOURCE, tmp_path / "src", ignore=left_out)
   nothing = "def parts():\n  from trainer.run.plugins import Parts\n\n  return Parts()\n"

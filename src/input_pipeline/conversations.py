@@ -192,8 +192,9 @@ class ChatTokenizer(BpeTokenizer):
     text, blocks = self.template.render(messages[: number + 1])
     if self.template.has_blocks:
       before = self.template.render(messages[:number])[1] if number else []
-      own = blocks[len(before) :]
-      return _Turn(text[: own[-1][1]] if own else text, own)  # what follows depends on whether it is the last message
+      added = blocks[len(before) :]
+      # The text behind the last block depends on whether this is the last message.
+      return _Turn(text[: added[-1][1]] if added else text, added)
     prompt, _ = self.template.render(messages[:number], prompt=True)
     if self._train_on == "assistant" and not text.startswith(prompt):
       raise ValueError(

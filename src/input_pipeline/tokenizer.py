@@ -152,9 +152,9 @@ class BpeTokenizer:
       return int(np.count_nonzero(ids == self._unknown)), 0
     characters = set(text)
     for character in characters - self._has_id.keys():
-      own = self.encode(character)
+      tokens = self.encode(character)
       # One of several bytes that have no ids leaves a character that is not whole.
-      self._has_id[character] = character.isspace() or (bool(own) and "\ufffd" not in self.decode(own))
+      self._has_id[character] = character.isspace() or (bool(tokens) and "\ufffd" not in self.decode(tokens))
     return 0, sum(text.count(character) for character in characters if not self._has_id[character])
 
   def json_of_documents(self) -> str:

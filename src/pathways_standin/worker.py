@@ -210,10 +210,10 @@ class Worker:
     try:
       world, future = self._programs[number]
       loaded, chosen = future.result()
-      own = [device for device in chosen if device.process_index == device.client.process_index()]
+      of_process = [device for device in chosen if device.process_index == device.client.process_index()]
       joined = []
       for i, keys in enumerate(arguments):
-        shards = [self._find(key, device) for key, device in zip(keys, own, strict=True)]
+        shards = [self._find(key, device) for key, device in zip(keys, of_process, strict=True)]
         if i in kept:
           shards = [jax.device_put(shard, shard.sharding, may_alias=False) for shard in shards]
         if len(chosen) == 1:

@@ -523,9 +523,9 @@ class WorkerRuntime(Runtime):
     ]
     for slice_id in sorted(operation.slices):
       worker = self._workers[slice_id]
-      own = [i for i, s in enumerate(slices) if s == slice_id]
-      keys = [[shards[i].key for i in own] for shards in given]
-      made = [[shards[i].key for i in own] for shards in results]
+      of_slice = [i for i, s in enumerate(slices) if s == slice_id]
+      keys = [[shards[i].key for i in of_slice] for shards in given]
+      made = [[shards[i].key for i in of_slice] for shards in results]
       worker.send("execute", worker.begin(operation), program.number, keys, sorted(kept & executable.donated), made)
     for i in executable.donated - kept:
       for shard in given[i]:

@@ -101,9 +101,9 @@ class _Fused:
 
   def of(self, instruction: Instruction) -> tuple[dict[str, Site], tuple[Site, ...]]:
     """Returns the collectives that `instruction` executes with other fusions, by their keys, and those of it alone."""
-    own = self.sites.get(instruction.name, {})
-    shared = {key: site for key, site in own.items() if len(self.fusions[key]) > 1}
-    return shared, tuple(site for key, site in own.items() if key not in shared)
+    sites = self.sites.get(instruction.name, {})
+    shared = {key: site for key, site in sites.items() if len(self.fusions[key]) > 1}
+    return shared, tuple(site for key, site in sites.items() if key not in shared)
 
 
 class Decoder:

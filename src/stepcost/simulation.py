@@ -290,9 +290,9 @@ class _Player:
 
   def _weight(self, computation: Computation) -> int:
     """Returns the picoseconds of computation in `computation`, with each loop once, to compare branches."""
-    own = self._events_of(computation)
-    nested = (self._module.computations[name] for event in own for name in event.called)
-    return sum(event.picoseconds for event in own) + sum(map(self._weight, nested))
+    events = self._events_of(computation)
+    nested = (self._module.computations[name] for event in events for name in event.called)
+    return sum(event.picoseconds for event in events) + sum(map(self._weight, nested))
 
   def _loop(self, body: Computation, turns: int, carried: _Value) -> _Value:
     """Plays a loop turn by turn until a turn equals the turn before it, and multiplies that turn."""

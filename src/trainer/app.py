@@ -70,16 +70,16 @@ def run(
     stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
-      own = dataclasses.replace(additions or session_lib.NO_ADDITIONS, parts=parts())
-      if own.source is None:
+      added = dataclasses.replace(additions or session_lib.NO_ADDITIONS, parts=parts())
+      if added.source is None:
         run_data.check(config)
       config, cluster = _start_cluster(config)
       stack.callback(cluster.stop)
       is_reported = cluster.coordination.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
-      config, origins, note = _with_remat_policy(config, origins, cluster, own)
-      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, own))
+      config, origins, note = _with_remat_policy(config, origins, cluster, added)
+      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, added))
     except (ConfigError, RunEnded, WorkerLost, StandinLost, OSError) as error:
       return _not_opened(error, is_reported, tell)
     if note:

@@ -41,7 +41,7 @@ def on_network(network: str, interfaces: Mapping[str, list[str]]) -> str | None:
     subnet = ipaddress.ip_network(network, strict=False)
   except ValueError:
     return None
-  found = [address for own in interfaces.values() for address in own]
+  found = [address for of_interface in interfaces.values() for address in of_interface]
   return next((address for address in found if ipaddress.ip_address(address) in subnet), None)
 
 

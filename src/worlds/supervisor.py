@@ -187,7 +187,7 @@ class Supervisor:
     """The connection of an agent, from its first message to its end. Raises ValueError and WireError."""
     if first["kind"] != "agent" or not 1 <= first["slices"] <= _MOST_SLICES:
       raise ValueError(f"sent {first}")
-    connected = self._server.connected  # before the lock: the server calls this object with its own
+    connected = self._server.connected  # before the lock: the server calls this object while it holds another lock
     with self._lock:
       taken = self._workers.members.union(connected, *(host.members for host in self._remote))
       free = (member for member in itertools.count() if member not in taken)

@@ -21,19 +21,6 @@ DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
 
 
-def test_the_program_has_every_line_of_the_page_for_the_one_on_call():
-  texts = [
-    node.value
-    for path in SOURCE
-    for node in ast.walk(ast.parse(path.read_text()))
-    if isinstance(node, ast.Constant) and isinstance(node.value, str)
-  ]
-  rows = re.findall(r"^\| `(.+?)` \|", (DOCS / "on_call.md").read_text(), flags=re.MULTILINE)
-  assert len(rows) >= 25
-  pieces = {piece.strip(" :(),;.") for row in rows for piece in row.split("...")} - {""}
-  assert sorted(piece for piece in pieces if not any(piece in text for text in texts)) == []
-
-
 def test_every_key_that_replaces_one_of_another_trainer_exists():
   table = section((DOCS / "coming_from.md").read_text(), "torchtitan")
   ours = {

@@ -1,4 +1,4 @@
-"""README.md, docs/map.md and docs/architecture.md agree with the code."""
+"""README.md and docs/architecture.md agree with the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from tests.test_layering import PACKAGES
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SOURCE = ROOT / "src"
-MAX_LINES = 1690  # of the reading path
 
 
 def section(page: str, title: str) -> str:
@@ -23,14 +22,16 @@ def section(page: str, title: str) -> str:
 
 
 def test_the_reading_path_is_short():
-  names = re.findall(r"^\d+\. (?:`|\[)([\w./]+)", section(README, "How it works: a reading path"), flags=re.MULTILINE)
+  text = section(README, "How it works: a reading path")
+  names = re.findall(r"^\d+\. (?:`|\[)([\w./]+)", text, flags=re.MULTILINE)
   assert len(names) > 5 and names[-1].startswith("tests/")
   lines = {name: len((ROOT / name).read_text().splitlines()) for name in names}
-  assert sum(lines.values()) <= MAX_LINES, lines
+  stated = re.search(r"Together they have at most ([\d,]+) lines", text)
+  assert stated and sum(lines.values()) <= int(stated[1].replace(",", "")) <= 1690, lines
 
 
-def test_the_map_names_every_file_and_folder_of_the_package():
-  text = (ROOT / "docs" / "map.md").read_text()
+def test_the_page_names_every_file_and_folder_of_the_package():
+  text = (ROOT / "docs" / "architecture.md").read_text()
   unnamed = ("__init__.py", "__pycache__", "py.typed")
   entries = [path for path in (ROOT / "src" / "trainer").iterdir() if path.name not in unnamed]
   missing = [path.name for path in entries if f"{path.name}{'/' * path.is_dir()}`" not in text]
@@ -42,7 +43,7 @@ def lines_of(paths: Iterable[pathlib.Path]) -> int:
 
 
 def test_the_readme_says_how_large_the_code_is():
-  stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have ([\d,]+)\.", README, re.DOTALL)
+  stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have\s([\d,]+)\.", README, re.DOTALL)
   assert stated
   path = re.findall(r"\]\((src/trainer/[\w/]+\.py)\)", section(README, "How it works: a reading path"))
   beside = [SOURCE / name for name in PACKAGES if name != "trainer"]

@@ -88,11 +88,11 @@ class Tiers:
     return self._due(step, self._cfg.checkpoint_period)
 
   def completed(self, step: int) -> None:
-    """To be called after every step: finds out whether the last save in storage that was due before `step` was lost,
-    with a slice that it needed, or with the world that was to do it. Such a save is due until it is made up.
+    """Call this after every step. If the last save in storage that was due before `step` is missing, because the slice
+    or the world that should have written it was lost, a save becomes due now.
 
-    It looks after the first step of an attempt, and when this world begins to save in storage. Later a save that is
-    still being written would look like a lost one. Also warns of a save in the background that has failed.
+    It looks for the missing save only after the first step of an attempt, and when this world begins to save in
+    storage: at other steps the save may still be written. It also warns of a save in the background that has failed.
     """
     for tier in self._saving():
       self._call_or_warn(tier, tier.check)

@@ -20,12 +20,12 @@ class Coordination:
   """A run of one world: there is nobody to agree with."""
 
   has_peers = False  # whether each slice of the run is a world of its own
-  # The id of a launch, and of the run if it is new, where several worlds start it; "": the primary chooses one.
+  # The id of this launch, and of the run if it is new, where several worlds start it. "": the primary chooses the id.
   fresh_run_id = ""
   # Whether other worlds have opened the run's folder before this process: it must not create the folder.
   joins = False
-  # Asked after every step where several worlds decide together when to stop: whether this process must stop now. None:
-  # a run of one world, which decides alone.
+  # Called after every step: whether the worlds of the run have agreed that this process must stop now. None: one world
+  # decides by itself.
   stop_agreed: Callable[[], bool] | None = None
 
   def __init__(self, world: World) -> None:
@@ -48,16 +48,16 @@ class Coordination:
     """Has `callback` called with `is_primary` whenever that changes during the run."""
 
   def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]) -> None:
-    """busy(): what this process does besides steps, "" if nothing. noticed(): whether it has SIGTERM. For the other
-    worlds of the run: they must not take a long save for a hang. unsupervised(): called from a thread when the process
-    that would end a hang of this one is lost."""
+    """Keeps the other worlds informed, so that they do not take a long save for a hang. busy(): what this process does
+    between steps, "" if nothing. noticed(): whether it has received SIGTERM. unsupervised(): called from a thread when
+    the supervisor, which would end this process if it hung, is lost."""
 
   def finished(self, code: int) -> None:
     """This process has done everything, or has failed as the others must, and will exit with `code`."""
 
   def is_reported(self) -> bool:
-    """Whether another process has ended the run with exit code 2, and the reason. Asked before this process reports an
-    error of the user: all of them find the same one. May wait for some seconds."""
+    """Whether another process has already reported an error of the user, and has ended the run with exit code 2. Call
+    this before reporting such an error, because all processes find the same one. May wait for some seconds."""
     return False
 
   def close(self) -> None:

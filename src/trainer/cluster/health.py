@@ -25,7 +25,7 @@ _RENEW_SECONDS = 60.0
 class _Check:
   """One health check, under way or finished."""
 
-  asked: float  # when this slice was first asked without an answer since
+  asked: float  # the time of the first question since the last answer of this slice
   began: float
   finished: threading.Event = field(default_factory=threading.Event)
   failure: str | None = None  # why the slice failed the check; None while it is under way, or if it passed
@@ -33,9 +33,11 @@ class _Check:
 
 
 class HealthChecks:
-  """Checks slices, each in a daemon thread: one that does not answer delays the others by the time limit at most. While
-  a check is under way no other is started, and nobody waits for it after its limit: the slice is silent until it
-  answers."""
+  """Asks slices for an answer, each in a daemon thread.
+
+  A slice that does not answer delays a caller by at most the time limit. Its check stays under way, and the slice
+  counts as silent, until it answers: later calls do not wait again, and repeat the check only after a minute or more.
+  """
 
   def __init__(
     self,

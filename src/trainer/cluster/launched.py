@@ -74,7 +74,7 @@ def exchange_host(network: str) -> str:
   interfaces = addresses.interfaces()
   if found := addresses.on_network(network, interfaces):
     return found
-  known = "; ".join(f"{name} ({', '.join(own) or 'no address'})" for name, own in interfaces.items())
+  known = "; ".join(f"{name} ({', '.join(given) or 'no address'})" for name, given in interfaces.items())
   raise ConfigError(
     f"exchange_network={network}: {socket.gethostname()} has no address there. Its network interfaces: {known}.\n"
     "Give the name of one that has an address, or a subnet such as 10.1.0.0/16."

@@ -125,7 +125,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
   parent, _ = raw.pop(files.PARENT_KEY, ("", ""))
   problems = Problems()
   values: dict[str, Given] = {}
-  own = _typed(raw, problems)
+  entries = _typed(raw, problems)
   with problems.collect():
     if parent is None:
       raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
@@ -134,11 +134,11 @@ def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Give
       values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
   problems.raise_any()
   # base.yml, or an edited copy of it, lists every model key: a default that it repeats is not a choice of the user.
-  is_table = ModelSection.model_fields.keys() <= own.keys() and not _is_resolved(own, path, children)
-  for name, value in own.items():
+  is_table = ModelSection.model_fields.keys() <= entries.keys() and not _is_resolved(entries, path, children)
+  for name, value in entries.items():
     repeats_default = is_table and value.value == all_keys()[name].default
-    own[name] = replace(value, explicit=not repeats_default)
-  return _over(_without_useless(values, own), own)
+    entries[name] = replace(value, explicit=not repeats_default)
+  return _over(_without_useless(values, entries), entries)
 
 
 def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
@@ -163,18 +163,19 @@ def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[
   return {name: value for name, value in lower.items() if name not in useless}
 
 
-def _is_resolved(own: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
+def _is_resolved(entries: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
   """Whether --print-config has written this file, which has every model key and names a model.
 
-  The other possibility is a copy of base.yml to which a model_name was added. A printed file has values of the model
-  that are no defaults, and the copy has none. In a printed file a default is a choice of the user, who replaced the
-  model's value with override_model_config; in the copy it is none.
+  Else it is a copy of base.yml to which a model_name was added. A printed file has the model's values, and some are no
+  defaults; the copy has only defaults. Where the copy has a default, the model's value counts. Where a printed file has
+  one, the default counts: the user has replaced the model's value, with override_model_config.
   """
-  if not own["override_model_config"].value or own["model_name"].value == "default":
+  if not entries["override_model_config"].value or entries["model_name"].value == "default":
     return False
-  model_path = _find_model(str(own["model_name"].value), own["model_name"].origin, path)
+  model_path = _find_model(str(entries["model_name"].value), entries["model_name"].origin, path)
   model = _read_with_parents(model_path, (*children, path.resolve()))
-  return any(own[name].value == value.value != all_keys()[name].default for name, value in model.items() if name in own)
+  models = {name: value.value for name, value in model.items() if name in entries}
+  return any(entries[name].value == value != all_keys()[name].default for name, value in models.items())
 
 
 def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[str, Given]:

@@ -121,9 +121,9 @@ def _check_eval_sets(config: Config, problems: Problems) -> None:
 def _check_part(name: str, data: DataOptions, problems: Problems) -> None:
   """As `_check_data`, for keys from a file of several datasets: the messages begin with `name`."""
   with problems.collect(f"{name}: "):
-    own = Problems()
-    _check_data(data, own)
-    own.raise_any()
+    of_data = Problems()
+    _check_data(data, of_data)
+    of_data.raise_any()
 
 
 def _check_data(data: DataOptions, problems: Problems) -> None:

@@ -540,8 +540,8 @@ class Config(Section):
     """Returns a copy in which these keys, of any section, have other values. The values are not validated."""
     changed = {}
     for name, section in self:
-      own = {key: value for key, value in values.items() if key in type(section).model_fields}
-      changed[name] = section.model_copy(update=own)
+      of_section = {key: value for key, value in values.items() if key in type(section).model_fields}
+      changed[name] = section.model_copy(update=of_section)
     return self.model_copy(update=changed)
 
   @property

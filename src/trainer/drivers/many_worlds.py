@@ -161,13 +161,14 @@ class ManyWorlds:
       save()
 
   def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
-    """One member saves: the primary, or if it dies, the next one. All of them have committed the same steps, except
-    that the last commit may not have reached every member."""
+    """Saves the last state on one member: the primary, or if the primary dies, the next one. The members have the same
+    state, but the last commit may not have reached all of them."""
     session, peers, step = self._session, self._peers, self._step
 
     def goes_on() -> bool:
-      """Whether the others train on, and save. Without a network, the storage tells: nobody is ahead by two steps. The
-      processes of a slice may see different things, and must save together or not at all."""
+      """Whether the others train on, and save. If no supervisor is reached, the records in storage tell: members that
+      have stopped here too are ahead by one step at most. The processes of a slice may see different things, but must
+      save together or not at all: so one that sees the others go on decides for all."""
       ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
       return any(session.cluster.world.gather(ahead))
 
@@ -206,8 +207,8 @@ class ManyWorlds:
 
 
 def _record(elastic: ElasticRun, change: Change, step: int) -> None:
-  """Tells of a `change` of the members after `step` completed steps in the words of the elastic loop: log lines, events
-  and recoveries. The attempt continues through all changes."""
+  """Records that the members have changed after `step` completed steps, with the log lines and events that the elastic
+  loop writes at a new attempt. Here the attempt goes on."""
   before = change.before
   elastic.session.events.begin_epoch(change.epoch)
   for member, (reason, seconds_ago) in change.lost.items():
@@ -226,7 +227,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
 
 
 def _record_notice(session: Session, notice: Message) -> None:
-  """A member fails again and again without the others, or is slower than they are, or no longer slower."""
+  """Records that a member fails repeatedly while the others go on, has become slow, or is no longer slow."""
   fields = {name: value for name, value in notice.items() if name != "kind"}
   session.events.emit(f"member_{notice['kind']}", **fields)
   session.log.line(failing_line(notice) if notice["kind"] == "failing" else slow_line(notice))

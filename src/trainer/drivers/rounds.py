@@ -83,8 +83,8 @@ class Rounds:
       held = self._compute(held, compute)
       if peers.interrupted:
         raise StopRequested
-      scalars = {share: own.host_scalars() for share, own in held.items()}  # waits for them only
-      grads = {share: own.grads for share, own in held.items() if own.grads is not None}
+      scalars = {share: of_share.host_scalars() for share, of_share in held.items()}  # waits for them only
+      grads = {share: of_share.grads for share, of_share in held.items() if of_share.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
       # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
       report = self._reports.submit(self._report, round_name, peers.epoch, list(grads.values()), began - seconds)
@@ -127,9 +127,9 @@ class Rounds:
     for share in range(first, stop):
       if len(scalars) > 1:
         jax.block_until_ready(scalars[-2])  # so that the gradients of two shares, not of all, need memory at a time
-      own = compute(share)
-      scalars.append(own.scalars)
-      total = self._halves.sums.add([total, own.parts]) if total else own.parts
+      of_share = compute(share)
+      scalars.append(of_share.scalars)
+      total = self._halves.sums.add([total, of_share.parts]) if total else of_share.parts
     # The device's memory is free after the copy.
     return _Sum(stop, scalars, self.layout.to_host(total) if total else None)
 

@@ -55,9 +55,9 @@ def plan(total: int, alive: int, micro_batches: int, rows: int, ways: int = 1) -
   dealt = np.full((alive, most * ways), PADDING, np.int32)
   first = 0
   for i in range(alive):
-    own = (total * units // alive + (i < total * units % alive)) * ways  # slices differ by at most one unit
-    dealt[i, :own] = np.arange(first, first + own)
-    first += own
+    count = (total * units // alive + (i < total * units % alive)) * ways  # slices differ by at most one unit
+    dealt[i, :count] = np.arange(first, first + count)
+    first += count
   smaller = most % size > 0
   equal = rounds - smaller
   cut = equal * size * ways

@@ -220,7 +220,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
 
 
 def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Callable[[], float]) -> FaultInjector:
-  """What still has to be made of the run's `faults` in this process: a fault happens once per run, not per process."""
+  """The injector of those `faults` that no earlier process of this run has injected."""
   if faults and events.run_directory is not None:
     before = [record.get("fault") for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
     for fault in list(faults):

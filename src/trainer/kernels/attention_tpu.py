@@ -77,7 +77,7 @@ def build(
   )
   places = np.arange(seq_len) if zigzag_mesh is None else zigzag.positions(context, seq_len)
   starts = places.reshape(context, -1)[:, ::queries].astype(np.int32)
-  blocks = max(int(own.sum()) for own in -(-(starts + queries) // keys))
+  blocks = max(int(of_device.sum()) for of_device in -(-(starts + queries) // keys))
   if blocks > steps_of.MAX_BLOCKS:
     raise ConfigError(
       f"max_target_length={seq_len} with context parallelism {context}: each TPU computes {blocks} blocks of {queries} "
@@ -103,10 +103,10 @@ def _local(
   kv_segment_ids: jax.Array,
 ) -> jax.Array:
   """Returns attention of local shapes: q [B, T, N, H], k and v [B, S, K, H] with all S keys, ids [B, T] and [B, S]."""
-  own = jax.tree.map(lambda each: each[0], steps)
+  of_device = jax.tree.map(lambda each: each[0], steps)
   scaled = (q.astype(jnp.float32) * (q.shape[-1] ** -0.5 * math.log2(math.e))).astype(q.dtype)
   heads = (x.swapaxes(1, 2) for x in (scaled, k, v))
-  return _attend(sizes, own, *heads, q_segment_ids, kv_segment_ids).swapaxes(1, 2)
+  return _attend(sizes, of_device, *heads, q_segment_ids, kv_segment_ids).swapaxes(1, 2)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -164,8 +164,8 @@ def tile_times_rows(x: Operand, g: Operand, sizes: jax.Array, dtype: jnp.dtype) 
 
     def one(i: jax.Array, total: jax.Array) -> jax.Array:
       at = start + i * tile
-      own = (i * tile + jnp.arange(tile, dtype=jnp.int32) < size)[:, None]
-      part = jnp.where(own, jax.lax.dynamic_slice_in_dim(left, at, tile), 0)
+      in_group = (i * tile + jnp.arange(tile, dtype=jnp.int32) < size)[:, None]
+      part = jnp.where(in_group, jax.lax.dynamic_slice_in_dim(left, at, tile), 0)
       contracted = (((0,), (0,)), ((), ()))
       other = jax.lax.dynamic_slice_in_dim(right, at, tile)
       return total + jax.lax.dot_general(part, other, contracted, preferred_element_type=x.sum_dtype)

@@ -46,7 +46,7 @@ class Projection:
   def _project(self, x: jax.Array, w: jax.Array, axes: Axes, contracted: int) -> jax.Array:
     multiply = lambda x, w: self.function(x, w, contracted)
     if self.wide_units and contracted > 1:
-      x = alone(x.reshape(*x.shape[: x.ndim - contracted], -1))
+      x = unfused(x.reshape(*x.shape[: x.ndim - contracted], -1))
       multiply = lambda x, w: self.function(x, w.reshape(-1, *w.shape[contracted:]), 1)
     if not sharding.is_manual_over_fsdp():
       return multiply(x, w)
@@ -132,12 +132,12 @@ computed_once.defvjp(lambda x: (computed_once(x), None), lambda _, g: (g,))
 
 
 @jax.custom_vjp
-def alone(x: jax.Array) -> jax.Array:
-  """Returns x (any shape and dtype) behind an optimization barrier, as is its gradient: nothing is fused with it."""
+def unfused(x: jax.Array) -> jax.Array:
+  """Returns x (any shape and dtype). The compiler fuses nothing with it, and nothing with its gradient."""
   return jax.lax.optimization_barrier(x)
 
 
-alone.defvjp(lambda x: (alone(x), None), lambda _, g: (jax.lax.optimization_barrier(g),))
+unfused.defvjp(lambda x: (unfused(x), None), lambda _, g: (jax.lax.optimization_barrier(g),))
 
 
 @jax.custom_vjp

@@ -48,11 +48,11 @@ def logits(
   def run_layer(
     layer: DecoderLayer, x_BTD: jax.Array, earlier: tuple[jax.Array, jax.Array], *, is_last: bool = False
   ) -> tuple[jax.Array, Any]:
-    own: list[jax.Array] = []
+    new_slot: list[jax.Array] = []
 
     def attend(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:
       key, value = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-      own.extend((key, value))
+      new_slot.extend((key, value))
       if q.shape[1] > 1 and not is_last:
         return _of_prompts(q, k, v, *segments)
       before = earlier if q.shape[1] == 1 else (key[:, :, :-1], value[:, :, :-1])
@@ -62,10 +62,10 @@ def logits(
 
     layer.attention.kernels = dataclasses.replace(model.kernels, attention=attend)
     if not is_last:
-      return layer(x_BTD, *positions), tuple(own)
+      return layer(x_BTD, *positions), tuple(new_slot)
     # Nothing reads the stream of the other tokens after the last layer.
     x_B1D = x_BTD[:, -1:] + layer.attention(layer.attention_norm(x_BTD), *positions)
-    return x_B1D + layer.feed_forward(layer.feed_forward_norm(x_B1D), positions[-1][:, -1:]), tuple(own)
+    return x_B1D + layer.feed_forward(layer.feed_forward_norm(x_B1D), positions[-1][:, -1:]), tuple(new_slot)
 
   x_BTD = decoder.embed(tokens_BT)
   new: Cache = []
@@ -75,8 +75,8 @@ def logits(
     x_BTD, new = jax.lax.scan(body, x_BTD, (state, cache))
   else:
     for i, earlier in enumerate(cache):
-      x_BTD, own = run_layer(decoder.layers[str(i)], x_BTD, earlier, is_last=i + 1 == len(cache))
-      new.append(own)
+      x_BTD, slots = run_layer(decoder.layers[str(i)], x_BTD, earlier, is_last=i + 1 == len(cache))
+      new.append(slots)
   x_BD = decoder.final_norm(x_BTD[:, -1])
   head_VD = (decoder.embedding if decoder.cfg.logits_via_embedding else decoder.lm_head)[...]
   return head_logits(x_BD, head_VD), new

@@ -141,9 +141,9 @@ def _compute(
   order, back, sizes = _sorted_by_expert(chosen_BTk.reshape(-1), E)
   places = back.reshape(-1, k).T
   rows = _rows_of(x_BTD.reshape(-1, D), order, places)
-  own, multiply = len(down_EFD), kernels.grouped_matmul
-  if own < E:
-    multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // own), sizes[:own]
+  given, multiply = len(down_EFD), kernels.grouped_matmul
+  if given < E:
+    multiply, sizes = grouped_matmul.with_rows_behind(multiply, E // given), sizes[:given]
   gate, up = jnp.split(multiply(rows, joined_EDF, sizes), 2, axis=-1)
   gate, up = checkpoint_name(gate, "mlpwi_0"), checkpoint_name(up, "mlpwi_1")
   # The score is multiplied before the last matmul, which is linear: so no derivative needs the results of this matmul.

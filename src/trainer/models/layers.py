@@ -18,7 +18,7 @@ from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention import AttentionFunction
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.kernels.grouped_matmul import GroupedMatmul
-from trainer.kernels.projection import Projection, alone, computed_once
+from trainer.kernels.projection import Projection, computed_once, unfused
 from trainer.models import rope
 from trainer.parallel.sharding import constrain
 
@@ -197,7 +197,7 @@ class Attention(nnx.Module):
     rotate_half = self.kernels.rotate_half
     if self.use_qk_norm:
       if project.wide_units:
-        q, k = alone(q), alone(k)
+        q, k = unfused(q), unfused(k)
       q = self.query_norm.rotated(q, cos, sin, rotate_half)
       k = self.key_norm.rotated(k, cos, sin, rotate_half)
     else:

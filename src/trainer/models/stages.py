@@ -50,7 +50,7 @@ class Saved:
 def forward(decoder: Decoder, x_BTD: jax.Array, positions: Sequence[jax.Array]) -> tuple[jax.Array, Any]:
   """Returns the stream after all layers of the decoder, and what `backward` needs of it."""
 
-  def run(weights: Params, rows: Any, own: None) -> tuple[jax.Array, Saved]:
+  def run(weights: Params, rows: Any, carried: None) -> tuple[jax.Array, Saved]:
     x, *positions = rows
 
     def one(x: jax.Array, weights: Params) -> tuple[jax.Array, Saved]:

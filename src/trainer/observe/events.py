@@ -123,7 +123,7 @@ class EventLog:
     return {"process": self.process, "attempt": self.attempt, "wall": wall, "monotonic": monotonic}
 
   def emit(self, kind: str, **fields: Any) -> dict[str, Any]:
-    """Appends one record and returns it. `attempt_start` with attempt=n sets the attempt of all that follow."""
+    """Appends one record and returns it. `attempt_start` with attempt=n sets the attempt of this and later records."""
     with self._lock:
       if kind == "attempt_start":
         self.attempt = int(fields.get("attempt", self.attempt))
@@ -139,8 +139,8 @@ class EventLog:
     return record
 
   def take_over(self, run_directory: str) -> None:
-    """This process is the primary from now on: it writes the records that follow, and those of losses and returns that
-    the primary before it did not live to write."""
+    """This process becomes the primary: it writes all records from now on. First it writes the losses and returns that
+    the primary before it has not written."""
     known = {_identity(record) for record in _named(files.read_last_json_lines(run_directory, EVENTS_FILE))}
     with self._lock:
       self.directory, self._lines = run_directory, files.open_lines(run_directory, EVENTS_FILE)

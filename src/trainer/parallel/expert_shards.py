@@ -102,8 +102,8 @@ class ExpertShards:
   def scatter_tokens(self, x: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """Returns the device's own rows of x [B, ...], summed over the group in `dtype`."""
     groups = self._groups.tolist()
-    own = jax.lax.psum_scatter(x.astype(dtype), FSDP, scatter_dimension=0, tiled=True, axis_index_groups=groups)
-    return own.astype(x.dtype)
+    rows = jax.lax.psum_scatter(x.astype(dtype), FSDP, scatter_dimension=0, tiled=True, axis_index_groups=groups)
+    return rows.astype(x.dtype)
 
   @property
   def _stored_whole(self) -> bool:

@@ -126,10 +126,10 @@ def of_all_slices(x: jax.Array, *axes: str) -> jax.Array:
 
 
 def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: dict[str, Any], rows: Any) -> Any:
-  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its own rows.
+  """Returns run(weights, totals, rows) = (x [B, T, D], totals["head"]), computed by each shard of fsdp on its rows.
 
-  axes: logical axes of "layers" (the `weights`) and "head". totals: arrays with these axes, or None for both; `run`
-  returns those of the head unchanged. rows: arrays [B, ...].
+  axes: the logical axes of the `weights` under "layers", and of the output head under "head". totals: {"layers": ...,
+  "head": ...}: arrays with these axes, or None for both. `run` returns totals["head"] unchanged. rows: arrays [B, ...].
 
   Inside `run`, arrays are those of one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
@@ -156,22 +156,22 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
 
 
 def in_parts_over_fsdp(
-  run: Callable[..., Any], weights: Any, axes: Any, rows: Any, own: Any = None, *, returns_grads: bool = False
+  run: Callable[..., Any], weights: Any, axes: Any, rows: Any, carried: Any = None, *, returns_grads: bool = False
 ) -> Any:
-  """Returns run(weights, rows, own) = (x [B, T, D], results), computed by each shard of fsdp on its own rows.
+  """Returns run(weights, rows, carried) = (x [B, T, D], results), computed by each shard of fsdp on its rows.
 
-  For a derivative that is computed in parts, each by a call. weights, axes, rows: as in `manual_over_fsdp`. own: any
-  arrays of a shard that an earlier call has returned as results. They have a first dim of shards outside `run`.
+  For a derivative that is computed in parts, each by a call. weights, axes, rows: as in `manual_over_fsdp`. carried:
+  any arrays of a shard that an earlier call has returned as results. Outside `run` they have a first dim of shards.
   returns_grads: the results are gradients of the weights, or of some of their rows, and are summed over fsdp.
   """
   mesh = jax.sharding.get_abstract_mesh()
   if mesh.empty or mesh.shape[FSDP] == 1:
-    return run(weights, rows, own)
+    return run(weights, rows, carried)
   specs = _specs_over_fsdp(weights, axes, mesh)
   batch = PartitionSpec(FSDP)
 
-  def run_shard(weights: Any, rows: Any, own: Any) -> Any:
-    x, results = run(weights, rows, jax.tree.map(lambda array: array[0], own))
+  def run_shard(weights: Any, rows: Any, carried: Any) -> Any:
+    x, results = run(weights, rows, jax.tree.map(lambda array: array[0], carried))
     if not returns_grads:
       return x, jax.tree.map(lambda array: array[None], results)
     whole = lambda grad, spec: grad if FSDP in spec else jax.lax.psum(grad, FSDP)
@@ -183,7 +183,7 @@ def in_parts_over_fsdp(
     in_specs=(specs, batch, batch),
     out_specs=(batch, specs if returns_grads else batch),
     check_vma=False,
-  )(weights, rows, own)
+  )(weights, rows, carried)
 
 
 def _on_first_shard(total: jax.Array) -> jax.Array:

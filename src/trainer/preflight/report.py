@@ -84,7 +84,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   for alive in range(total, 0, -1):
     most = -(-total * shares // alive)  # shares of the slice that has the most
     groups, others = divmod(most, shares)  # shares of a group travel together
-    sent = others * gradient_bytes + (groups + 1) * wire_bytes  # its own sums, and the totals of what it sums
+    sent = others * gradient_bytes + (groups + 1) * wire_bytes  # the sums of its shares, and the totals of what it sums
     columns = (
       f"{alive} of {total}",
       most,

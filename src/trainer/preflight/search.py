@@ -59,8 +59,8 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
     return finding
 
   given = config.model.remat_policy
-  own = None if given in CANDIDATES else given
-  found = list(candidates(compile_step, config.data.per_device_batch_size, chip, own))
+  of_user = None if given in CANDIDATES else given
+  found = list(candidates(compile_step, config.data.per_device_batch_size, chip, of_user))
   found = [dataclasses.replace(candidate, expert_parallelism=own_groups) for candidate in found]
   if found and config.model.num_experts > 1:
     found += expert_groups(compile_step, max(found, key=lambda c: c.tokens_per_second), config.model.num_experts, chip)
@@ -97,16 +97,16 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
 
 
 def candidates(
-  compile_step: CompileStep, batch: float, chip: Chip, own: RematPolicy | None = None
+  compile_step: CompileStep, batch: float, chip: Chip, of_user: RematPolicy | None = None
 ) -> Iterator[Candidate]:
-  """Yields the candidates that fit, for each batch size: of remat_choice.CANDIDATES, and the user's `own` policy.
+  """Yields the candidates that fit, for each batch size: of remat_choice.CANDIDATES, and the policy of the user.
 
   Doubles the batch until nothing fits. Then halves it until something fits, and continues while smaller batches are
   faster: a smaller batch may leave room for a policy that recomputes less.
   """
 
   def of_batch(batch: float) -> list[Candidate]:
-    findings = {} if own is None else {own: compile_step(own, batch)}
+    findings = {} if of_user is None else {of_user: compile_step(of_user, batch)}
     for policy in CANDIDATES:
       findings[policy] = found = compile_step(policy, batch)
       refused = isinstance(found, Refused) and not found.too_large
@@ -155,11 +155,11 @@ def expert_groups(compile_step: CompileGroups, best: Candidate, num_experts: int
 
 def with_groups(config: Config, groups: int) -> Config:
   """Returns `config` with experts in groups of so many devices, on the same devices."""
-  own, fsdp = config.parallelism.ici_expert_parallelism, config.parallelism.ici_fsdp_parallelism
-  if fsdp != -1 and fsdp * own % groups:
+  experts, fsdp = config.parallelism.ici_expert_parallelism, config.parallelism.ici_fsdp_parallelism
+  if fsdp != -1 and fsdp * experts % groups:
     raise ConfigError(f"ici_fsdp_parallelism={fsdp}: cannot be divided for ici_expert_parallelism={groups}.")
   return config.with_values(
-    ici_expert_parallelism=groups, ici_fsdp_parallelism=fsdp if fsdp == -1 else fsdp * own // groups
+    ici_expert_parallelism=groups, ici_fsdp_parallelism=fsdp if fsdp == -1 else fsdp * experts // groups
   )
 
 

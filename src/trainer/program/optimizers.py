@@ -37,9 +37,10 @@ class Own:
   def replace(
     self, optimizer: optax.GradientTransformation, rate: Schedule, abstract: Callable[[], Any], logical_axes: Any
   ) -> tuple[optax.GradientTransformation, Schedule]:
-    """Own ones where there are, or else `optimizer` and `rate`. abstract: returns the weights, abstract.
+    """The optimizer and the schedule that the program gives; where it gives none, `optimizer` and `rate`. abstract:
+    returns the abstract weights.
 
-    Raises ConfigError if an own one cannot be part of a compiled step whose state is saved and sharded.
+    Raises ConfigError if what it gives cannot be part of a compiled step whose state is saved and sharded.
     """
     if self.optimizer is not None:
       optimizer, rate = _checked(self.optimizer, abstract(), logical_axes), lambda step: jnp.float32(1)
@@ -267,8 +268,8 @@ def _muon_dims(axes: tuple[str, ...]) -> contrib.MuonDimensionNumbers | None:
   if not _is_matrix(axes) or "vocab" in axes:  # vocab: an untied head, or the embedding table
     return None
   # Each expert of a layer has a matrix of its own; the router is one matrix, whose columns are the experts.
-  own = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]
-  reads_residual = axes[own[0]] == "embed"
-  split = own[:1] if reads_residual else own[:-1]
-  rest = [i for i in own if i not in split]
+  of_matrix = [i for i, axis in enumerate(axes) if axis != "layers" and (axis != "experts" or i == len(axes) - 1)]
+  reads_residual = axes[of_matrix[0]] == "embed"
+  split = of_matrix[:1] if reads_residual else of_matrix[:-1]
+  rest = [i for i in of_matrix if i not in split]
   return contrib.MuonDimensionNumbers(reduction_axis=tuple(split), output_axis=tuple(rest))

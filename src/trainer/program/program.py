@@ -117,7 +117,7 @@ class Program:
   model: DecoderFunctions
   attention: Attention
   grouped_matmul: grouped_matmul.Chosen  # of experts
-  own: Own  # of the program that uses the library
+  own: Own  # schedule and optimizer that the user of the library gives
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
@@ -323,16 +323,16 @@ def compiler_options(device: Device, cfg: ModelSection, given: Mapping[str, str 
 
   given: options of the user. They replace the trainer's own options of the same name.
   """
-  own: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
+  options: dict[str, str | bool] = dict(TPU_OPTIONS) if device.platform == "tpu" else {}
   if device.platform == "gpu" and cfg.quantization:
-    own |= QUANTIZED_GPU_OPTIONS
+    options |= QUANTIZED_GPU_OPTIONS
   name = _chip_name(device)
   if name in _WITH_SPARSECORES:
-    own |= SPARSECORE_OPTIONS
+    options |= SPARSECORE_OPTIONS
   for least, kib in _ON_CHIP_KIB.get(name, ()):
     if cfg.emb_dim >= least:
-      own[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
-  return {**own, **given}
+      options[compiler_flags.ON_CHIP_MEMORY_OPTION] = str(kib)
+  return {**options, **given}
 
 
 def _chip_name(device: Device) -> str:
@@ -406,9 +406,9 @@ class Feed:
     return batch
 
   def _rounds_of(self, index: int, rows: np.ndarray) -> Rounds:
-    own = self._loader.batch(index, rows)
+    rows_of_process = self._loader.batch(index, rows)
     cuts = np.cumsum([len(local) for local in self._local])[:-1]
-    groups = zip(*(np.split(array, cuts) for array in own))
+    groups = zip(*(np.split(array, cuts) for array in rows_of_process))
     return tuple(
       Batch(*(_place(host, at, abstract) for host, abstract in zip(group, batch)))
       for group, at, batch in zip(groups, self._local, self._rounds)

@@ -126,8 +126,8 @@ def layers(
   """Returns the gradient of the stream before the layers first to first + count - 1, and the gradients of these."""
   dx, grads = stages.backward(model.merge(params), begun.saved, begun.positions, dx, first, count)
   if begun.earlier is not None:
-    own = lambda array: jax.lax.dynamic_slice_in_dim(array, first, count)
-    grads = jax.tree.map(jnp.add, jax.tree.map(own, begun.earlier["layers"]), grads)
+    part = lambda array: jax.lax.dynamic_slice_in_dim(array, first, count)
+    grads = jax.tree.map(jnp.add, jax.tree.map(part, begun.earlier["layers"]), grads)
   return dx, {"layers": grads}
 
 

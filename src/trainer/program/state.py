@@ -64,8 +64,8 @@ def abstract(
     by_shape.setdefault(leaf.shape, []).append(leaf)
 
   def place(path: Any, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Shards an optimizer array like its weight. The weight's path is the end of the array's path; where the state has
-    no such paths (a list of arrays), its shape is that of weights which are all sharded alike."""
+    """Shards an optimizer array like its weight: the weight whose path is the end of the array's path. Without such a
+    path (in a list of arrays), like the weights of the same shape, if these are all sharded alike; else replicates."""
     names = _names(path)
     of_weight = (by_path[names[i:]] for i in range(len(names)) if names[i:] in by_path)
     alike = by_shape.get(leaf.shape, [])

@@ -113,8 +113,8 @@ def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, param
   last = jax.tree.map(lambda x: x[-1], rounds[-1])
   if accumulates := sum(len(batch.tokens) for batch in rounds) > 1:
     earlier = rounds[0] if len(rounds) > 1 else jax.tree.map(lambda x: x[:-1], rounds[0])
-    own = loss_and_grads(model, cfg, params, earlier)
-    totals = own.grads
+    before = loss_and_grads(model, cfg, params, earlier)
+    totals = before.grads
   else:
     totals = _zeros(params)
 
@@ -124,7 +124,7 @@ def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, param
   sums = _sums(losses, totals, last)
   scalars = (sums.loss, sums.z_loss, sums.weight)
   if accumulates:
-    scalars = jax.tree.map(jnp.add, scalars, (own.loss, own.z_loss, own.weight))
+    scalars = jax.tree.map(jnp.add, scalars, (before.loss, before.z_loss, before.weight))
   return Sums(sums.grads, *jax.lax.psum(scalars, DATA))
 
 
@@ -206,11 +206,11 @@ def build_train_step(
   The arrays of the rounds are [A, rows of all slices, T] sharded like `abstract_batch`.
   """
 
-  def own(params: Params, rounds: Rounds) -> Sums:
+  def of_one_slice(params: Params, rounds: Rounds) -> Sums:
     (batch,) = rounds  # the micro-batches of one slice have the size of the full topology's
     return loss_and_grads(model, cfg, params, batch)
 
-  sums = _over_slices(mesh, own, functools.partial(reduced_loss_and_grads, model, cfg))
+  sums = _over_slices(mesh, of_one_slice, functools.partial(reduced_loss_and_grads, model, cfg))
 
   def train_step(state: TrainState, rounds: Rounds) -> tuple[TrainState, jax.Array]:
     params = state.params
@@ -267,18 +267,18 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
 
 
 def _over_slices(
-  mesh: Mesh, own: Callable[[Params, Rounds], Any], reduced: Callable[[Params, Rounds], Any]
+  mesh: Mesh, of_one_slice: Callable[[Params, Rounds], Any], reduced: Callable[[Params, Rounds], Any]
 ) -> Callable[[Params, Rounds], Any]:
   """Returns a function of (params, rounds) that returns sums over all slices of the mesh.
 
-  own: returns the sums of one slice; used as it is if the mesh has one slice. XLA's partitioner refuses a psum over a
-    manual axis of size 1 together with automatic axes.
-  reduced: called for each slice on its own rows of the batch; returns the sums over all slices. In it the mesh axis
+  of_one_slice: returns the sums of one slice; used as it is if the mesh has one slice. XLA's partitioner refuses a
+    psum over a manual axis of size 1 together with automatic axes.
+  reduced: called for each slice on the rows of this slice; returns the sums over all slices. In it the mesh axis
     `data` is manual: arrays are those of one slice, and the compiler cannot spread an operation over slices. Its sums
     over `data` are all the traffic between slices.
   """
   if mesh.shape[DATA] == 1:
-    return own
+    return of_one_slice
   whole = PartitionSpec()
   specs = (whole, PartitionSpec(None, DATA))
   # check_vma is off because custom_vjp kernels do not declare which values vary over `data`.

@@ -99,13 +99,13 @@ def _other(first: Run, run: Run) -> list[str]:
 def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
   """The keys whose values are not the same in all runs."""
   values: list[dict[str, Any]] = [run.start.get("config") or {} for run in runs]
-  keys = dict.fromkeys(key for own in values for key in own)
-  different = [key for key in keys if len({str(own.get(key)) for own in values}) > 1]
+  keys = dict.fromkeys(key for keys_of_run in values for key in keys_of_run)
+  different = [key for key in keys if len({str(keys_of_run.get(key)) for keys_of_run in values}) > 1]
   if not all(values):
-    unknown = ", ".join(name for name, own in zip(names, values) if not own)
+    unknown = ", ".join(name for name, keys_of_run in zip(names, values) if not keys_of_run)
     return f"<p>Not recorded: {html.escape(unknown)}.</p>"
   if not different:
     return "<p>All keys have the same values.</p>"
   return markup.table(
-    ("key", *names), [[key, *(markup.scalar(own.get(key, "")) for own in values)] for key in different]
+    ("key", *names), [[key, *(markup.scalar(keys_of_run.get(key, "")) for keys_of_run in values)] for key in different]
   )

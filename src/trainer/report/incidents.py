@@ -72,8 +72,8 @@ def charge(incidents: list[Incident]) -> list[Incident]:
   charged, end = list(incidents), -np.inf
   began = {index: incident.wall - incident.seconds for index, incident in enumerate(incidents) if incident.seconds}
   for index in sorted(began, key=lambda index: (began[index], incidents[index].wall)):
-    own = max(0.0, incidents[index].wall - max(began[index], end))
-    charged[index] = dataclasses.replace(incidents[index], own_seconds=min(own, incidents[index].seconds or 0.0))
+    seconds = max(0.0, incidents[index].wall - max(began[index], end))
+    charged[index] = dataclasses.replace(incidents[index], own_seconds=min(seconds, incidents[index].seconds or 0.0))
     end = max(end, incidents[index].wall)
   return charged
 

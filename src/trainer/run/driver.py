@@ -40,7 +40,8 @@ def on_host(arrays: Any) -> Any:
 
 
 def unless_stopped(world: World, work: Callable[[], X], what: str, stop: Callable[[], bool]) -> X:
-  """As Driver.unless_stopped, in a thread of its own. stop(): whether this process knows that all must end."""
+  """The result of work(), which runs in another thread. Every process of `world` must call; if stop() becomes true on
+  one of them before its work is done, all of them raise StopRequested. See Driver.unless_stopped."""
   result, stopped = [], False
   try:
     result.append(Waiter(work, what).unless(stop))

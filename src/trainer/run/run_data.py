@@ -125,12 +125,12 @@ def check(config: Config) -> None:
 
 
 def open_loader(
-  config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], own: Source | None = None
+  config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], source: Source | None = None
 ) -> Loader:
-  """The loader of a split. own: as in `open_data`. Raises ConfigError if the data cannot serve this configuration."""
+  """The loader of a split. source: see `open_data`. Raises ConfigError if the data cannot serve this configuration."""
   cfg, vocab_size = config.data, config.model.vocab_size
-  if own is not None and split == "train":
-    return loader_of(cfg, own, vocab_size=vocab_size, global_batch_size=global_batch_size)
+  if source is not None and split == "train":
+    return loader_of(cfg, source, vocab_size=vocab_size, global_batch_size=global_batch_size)
   return make_loader(
     cfg,
     vocab_size=vocab_size,
@@ -143,14 +143,14 @@ def open_loader(
 
 @contextlib.contextmanager
 def open_data(
-  config: Config, global_batch_size: int, note: Callable[[str], None], own: Source | None = None
+  config: Config, global_batch_size: int, note: Callable[[str], None], source: Source | None = None
 ) -> Iterator[RunData]:
-  """Opens the data and closes it at the end. note: gets lines for the log. own: examples to train on, in the place of
-  the configuration's. Raises ConfigError if the data cannot serve this configuration."""
+  """Opens the data and closes it at the end. note: gets lines for the log. source: examples to train on, in the place
+  of the configuration's. Raises ConfigError if the data cannot serve this configuration."""
   with contextlib.ExitStack() as stack:
 
     def load(split: Split) -> Loader:
-      loader = open_loader(config, global_batch_size, split, note, own)
+      loader = open_loader(config, global_batch_size, split, note, source)
       stack.callback(loader.close)
       return loader
 

@@ -139,8 +139,8 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class Additions:
-  """What a program adds to a run: a source to train on, functions that get the record of each step, its own optimizer,
-  and parts."""
+  """What a program adds to a run: a source to train on, functions that get the record of each step, a
+  schedule and an optimizer in the place of the configuration's, and parts."""
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()

@@ -38,15 +38,15 @@ class WandbRun:
     run_id = run.id or uuid.uuid4().hex[:12]
     settings = wandb.Settings(console="off", silent=True)
     wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt
-    own = wandb.setup().settings  # of the environment
-    mode = own.mode
+    of_user = wandb.setup().settings  # of the environment
+    mode = of_user.mode
     if mode == "online" and not wandb.login(prompt=False):
       mode = "offline"
     # As it is now: wandb creates this process's folder, which is empty.
     self.last_step, self.last_evaluation = offline_progress(directory / "wandb", run_id)
     self._run: Any = wandb.init(
-      project=own.project or "trainer",
-      name=own.run_name or run.name,
+      project=of_user.project or "trainer",
+      name=of_user.run_name or run.name,
       id=run_id,
       resume="allow",
       mode=mode,

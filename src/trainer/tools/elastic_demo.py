@@ -63,14 +63,14 @@ def main(argv: list[str] | None = None) -> int:
   # A new folder each time, because runs in an existing folder would resume and find nothing to do.
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _SCENARIOS.items():
-    own = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
+    of_run = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
     if pathways and (processes or name != "undisturbed"):
       slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
-      own += ["cluster=pathways", f"cluster_standin={slices}x{devices}{':processes' if processes else ''}"]
-    keys = [argument.partition("=")[0] for argument in own]
+      of_run += ["cluster=pathways", f"cluster_standin={slices}x{devices}{':processes' if processes else ''}"]
+    keys = [argument.partition("=")[0] for argument in of_run]
     name_of = lambda argument: argument.partition("=")[0].lstrip("-").replace("-", "_")
     others = [argument for argument in arguments if "=" not in argument or name_of(argument) not in keys]
-    command = ["python", "-m", "trainer", *others, *own]
+    command = ["python", "-m", "trainer", *others, *of_run]
     print(f"\n=== {name}: {story}\n{' '.join(command)}", flush=True)
     code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
     if code != 0:

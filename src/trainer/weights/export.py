@@ -223,11 +223,12 @@ def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -
 
 
 def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
-  """Names the tokens around the run's documents in the tokenizer's files, and returns their ids.
+  """Writes the names of the tokens around the run's documents to the tokenizer's files, and returns `ends` with them.
 
-  ends: the ids in the generation_config.json that the run has kept, which the model that it continues may have brought.
-  They still end a text; so does the end of the run's own documents. bos_token, if the documents have one, and
-  eos_token, where given, replace the names that those files have. The tokenizer adds the first token and not the last.
+  ends: the ids of these tokens in generation_config.json, perhaps of the published model that the run continues. They
+  still end a text, and so does the last token of the run's documents. In the other files, the first token of the
+  documents, and the keys bos_token and eos_token where they are set, replace the names that are there. The exported
+  tokenizer adds the first token to a text, and not the last one.
   """
   named = {key: value and value[0] for key, value in tokenizer_lib.ends(tokenizer).items()}
   given = {key: name for key, name in named.items() if source.data and getattr(source.data, key)}

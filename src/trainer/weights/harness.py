@@ -59,16 +59,16 @@ class Harness(TemplateLM):
     for request in requests:
       context, continuation = request.args
       if context:
-        before, own = self._encode_pair(context, continuation)
+        before, continued = self._encode_pair(context, continuation)
       else:
-        before, own = [], self.tok_encode(continuation, add_special_tokens=False)
-      if not 1 <= len(own) <= self._longest:
+        before, continued = [], self.tok_encode(continuation, add_special_tokens=False)
+      if not 1 <= len(continued) <= self._longest:
         raise ConfigError(
-          f"{_document(request)}: the continuation {shorten(continuation)!r} after {context[-20:]!r} has {len(own)} "
-          f"tokens of its own. Only 1 to {self._longest} have a score. Change target_delimiter, doc_to_target or "
-          "doc_to_choice of the task, or leave it out."
+          f"{_document(request)}: the continuation {shorten(continuation)!r} after {context[-20:]!r} has "
+          f"{len(continued)} tokens of its own. Only 1 to {self._longest} have a score. Change target_delimiter, "
+          "doc_to_target or doc_to_choice of the task, or leave it out."
         )
-      pairs.append((request.args, before or [self.prefix_token_id], own))
+      pairs.append((request.args, before or [self.prefix_token_id], continued))
     return self._loglikelihood_tokens(pairs)
 
   def _loglikelihood_tokens(

@@ -24,10 +24,10 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 class Weight:
   """One weight: its names in Hugging Face's folders, and its shape here.
 
-  theirs: one name. Of experts, which are one array here, a name each, in the order of the first dim. (): they lack it,
-  and all values start as `start`. Hugging Face stores a Linear as [out, in], the transpose of ours, with heads and
-  head_dim folded into one dim. kind: same: both have the same layout; reads, writes: a matrix that reads the residual
-  stream, or writes to it.
+  theirs: one name. Experts are one array here and many there: one name for each expert, in the order of the first dim.
+  Empty: Hugging Face's models lack this weight, and all its values start as `start`. kind: "same": both layouts are
+  equal. "reads", "writes": a Linear that reads the residual stream, or writes to it. Hugging Face stores it as
+  [out, in], the transpose of ours, with heads and head_dim folded into one dim.
   """
 
   theirs: tuple[str, ...]
@@ -50,11 +50,11 @@ class Weight:
 
   @property
   def our_shape(self) -> tuple[int, ...]:
-    """Our shape of what one of `theirs` has."""
+    """The shape here of the part that has one of the names in `theirs`."""
     return self.shape[1:] if self.of_experts else self.shape
 
   def to_ours(self, array: np.ndarray) -> np.ndarray:
-    """A view of one of their arrays in our layout. What is assigned to it is in their array."""
+    """A view of one of their arrays in our layout: values that are assigned to the view are written to their array."""
     return array if self.kind == "same" else np.reshape(array.T, self.our_shape, copy=False)
 
 

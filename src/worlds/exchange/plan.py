@@ -59,12 +59,12 @@ class Plan:
     self.members = sorted(dealt)
     self.size, self.group = size, group
     self.dtype = np.dtype(ml_dtypes.bfloat16 if wire == "bfloat16" else np.float32)
-    shares = {share for own in dealt.values() for share in own}
+    shares = {share for of_member in dealt.values() for share in of_member}
     assert len(shares) == sum(map(len, dealt.values())) > 0, f"{dealt}: each share belongs to one member"
     groups = {share // group for share in shares}
     assert len(shares) == len(groups) * group, f"{dealt}: incomplete groups of {group} shares"
     self.pieces = {member: pieces(dealt[member], group) for member in self.members}
-    self.ordered = sorted(piece for own in self.pieces.values() for piece in own)
+    self.ordered = sorted(piece for of_member in self.pieces.values() for piece in of_member)
     self.types = {
       piece.first: self.dtype if piece.stop - piece.first == group else np.dtype(np.float32) for piece in self.ordered
     }
@@ -84,13 +84,13 @@ class Plan:
     text = json.dumps([epoch, tag, list(self.pieces.items()), self.group, self.size, str(self.dtype), self._known])
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
-  def accepts(self, member: int, own: Collection[int]) -> bool:
-    """Whether `own` are all shares of this member, except for those that a piece's first share includes already."""
+  def accepts(self, member: int, given: Collection[int]) -> bool:
+    """Whether `given` are all shares of this member, except for those that a piece's first share includes already."""
     shares: list[int] = []
     for first, stop in self.pieces[member]:
-      held = sum(share in own for share in range(first, stop))
+      held = sum(share in given for share in range(first, stop))
       shares += [first, *range(stop - held + 1, stop)]
-    return sorted(own) == shares
+    return sorted(given) == shares
 
   def bucket(self, bucket: int) -> tuple[int, int]:
     """Returns [start, stop) of a bucket."""

@@ -6,8 +6,8 @@ copy from the device, both directions of the network and the sums overlap. No me
 buckets after its oldest unfinished one, so a fast member does not fill the memory of a slow one: at most 2 * WINDOW
 pieces per share wait for the pieces before them.
 
-The caller's thread reads the own shares. Threads of the `Crew` receive, sum, convert and send; a sum of few values
-needs no other thread than the caller's.
+The caller's thread reads the shares of this member. Threads of the `Crew` receive, sum, convert and send; a sum of few
+values needs no other thread than the caller's.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class Reduction:
   # ---- the caller's thread ----
 
   def _offer(self) -> None:
-    """Hands the own pieces to the senders and to the sum, bucket by bucket."""
+    """Hands the pieces of this member to the senders and to the sum, bucket by bucket."""
     for position, bucket in enumerate(self._plan.order):
       self._wait(lambda: self._stop.is_set or self._oldest > position - WINDOW)  # noqa: B023 -- called at once
       if self._stop.is_set:
@@ -205,7 +205,7 @@ class Reduction:
             self._post(member, _Outgoing(Kind.PIECE, piece.first, bucket, values, dtype))
 
   def _values(self, piece: Piece, start: int, stop: int) -> np.ndarray:
-    """The values [start, stop) of an own piece: adds those of its shares that are not added yet."""
+    """The values [start, stop) of a piece of this member: adds those of its shares that are not added yet."""
     read = [
       own[start:stop] if isinstance(own, np.ndarray) else own.read(start, stop)
       for own in (self._own[share] for share in range(*piece) if share in self._own)

@@ -107,8 +107,8 @@ class Coordinator(Epochs):
     return []
 
   def done(self, member: int, lane: int, epoch: int, round_name: str, checksum: int) -> Effects:
-    """`member` has the sums of the round in this epoch, and its own shares of them are computed with weights of this
-    checksum. The last report of an epoch's round commits it, if all have the same weights."""
+    """`member` has the sums of the round in this epoch, and has computed its shares with weights of this checksum. The
+    last report of an epoch's round commits it, if all have the same weights."""
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []
@@ -237,7 +237,7 @@ class Coordinator(Epochs):
       return []
     effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
-      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._mend()
+      effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._reconnect()
     if self.phase == "leading" and self._is_broken():
       effects += self._gather_again()
     if self.phase == "gathering":

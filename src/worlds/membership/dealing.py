@@ -66,16 +66,16 @@ def deal(
   before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}
   held = {member: [share for share in before.get(member, ()) if share < shares] for member in ordered}
   least = {member: max(len(held[member]) * keeps, int(shares >= len(ordered))) for member in ordered}
-  have = {member: len(own) for member, own in held.items()}
+  have = {member: len(has) for member, has in held.items()}
   numbers = _numbers(shares, {member: (speeds or {}).get(member, 1.0) for member in ordered}, have, least)
   dealt: dict[int, list[int]] = {}
-  for member, own in held.items():
-    most = Counter(share // group for share in own)
-    dealt[member] = sorted(own, key=lambda share: (-most[share // group], share))[: numbers[member]]
-  kept = {share for own in dealt.values() for share in own}
+  for member, has in held.items():
+    most = Counter(share // group for share in has)
+    dealt[member] = sorted(has, key=lambda share: (-most[share // group], share))[: numbers[member]]
+  kept = {share for gets in dealt.values() for share in gets}
   free = iter([share for share in range(shares) if share not in kept])
-  for member, own in dealt.items():
-    dealt[member] = sorted([*own, *itertools.islice(free, numbers[member] - len(own))])
+  for member, gets in dealt.items():
+    dealt[member] = sorted([*gets, *itertools.islice(free, numbers[member] - len(gets))])
   return dealt
 
 

@@ -217,8 +217,9 @@ class Epochs:
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
     return []
 
-  def _mend(self) -> Effects:
-    """What to do if members that live cannot exchange: they connect again, or one of them goes."""
+  def _reconnect(self) -> Effects:
+    """Members that are alive cannot exchange: begins an epoch with the same members, which connect again. If that did
+    not help, ends one of them: the one with most connections that cannot be made, or one without the sums."""
     seconds = self.pulse.stands_still(self.active)
     if self._is_broken():
       if self._unreached:

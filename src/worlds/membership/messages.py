@@ -31,7 +31,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   # Its shares of the round are computed, which took so long.
   "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
   # It has the sums of all shares; it applies them when the round is committed. checksum: of the weights with which it
-  # computed its own, the same on all members.
+  # computed its shares, the same on all members.
   "done": {"epoch": int, "round": str, "checksum": int},
   # Its connections to these members have failed, or cannot be made; the exchange cannot go on in this epoch.
   "broken": {"epoch": int, "members": list},

@@ -53,8 +53,8 @@ class Speeds:
       return []
     usual = statistics.median_low(each.values()) or _LEAST_SECONDS
     changed = []
-    for member, own in each.items():
-      factor = own / usual
+    for member, per_share in each.items():
+      factor = per_share / usual
       factors = self._factors.get(member) or self._factors.setdefault(member, deque(maxlen=_STEPS))
       factors.append(factor)
       if (factor >= _SLOW or member in self._slow) and len(factors) == _STEPS:  # so thousands of others cost little

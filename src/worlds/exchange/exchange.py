@@ -38,6 +38,8 @@ from worlds.exchange.listener import Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
 
+_LATE_SECONDS = 10.0  # for a mark; then the listener of the peer, a thread, gets a call
+
 
 class Exchange:
   """Connects member `member` with its peers. One thread calls it, except for `interrupt`, which any thread may call.
@@ -89,33 +91,31 @@ class Exchange:
       if epoch < self._first_allowed:
         self._stop.set()
     self._addresses = dict(peers)
-    self._listener.begin(epoch, len(peers) * self._streams)
+    streams = [(member, stream) for member in sorted(peers) for stream in range(self._streams)]
+    # Of two members, the one with the higher id connects.
+    callers = [key for key in streams if key[0] > self._member]
+    # It begins with the ids next to it, so that not all members connect to the first one at once.
+    calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in reversed(streams) if m < self._member}
+    self._listener.begin(epoch, callers)
     deadline = time.monotonic() + self._connect_seconds
     with self._in_epoch():
       for link in itertools.chain(*self._links.values()):
         with contextlib.suppress(PeerLost):  # the connection is broken
           link.begin(epoch, self._stop)
-      self._dial(deadline)
+      self._dial(calls, deadline)
       self._await_marks(deadline)
-      self._dial(deadline)
+      self._dial(calls, deadline)
       for member in self._links.keys() & self._listener.arrived():
         if member > self._member:  # it has given up its earlier connection
           self._drop(member)
-      callers = [key for key in self._missing() if key[0] > self._member]
-      self._add(self._listener.claim(callers, self._stop, deadline))
+      self._listener.begin(epoch, [key for key in callers if key[0] not in self._links])
+      self._add(self._listener.claim(self._stop, deadline))
 
-  def _missing(self) -> list[tuple[int, int]]:
-    """(member, stream) of the connections that this epoch lacks."""
-    members = sorted(self._addresses.keys() - self._links.keys() - {self._member})
-    return [(member, stream) for member in members for stream in range(self._streams)]
-
-  def _dial(self, deadline: float) -> None:
-    """Of two members without a connection, the one with the higher id connects."""
-    missing = [key for key in self._missing() if key[0] < self._member]
-    # It begins with the ids next to it, so that not all members connect to the first one at once.
-    calls = {Call(self._epoch, self._member, *key): self._addresses[key[0]] for key in reversed(missing)}
-    made = dial(self._token, calls, self._stop, deadline)
-    self._add({(call.listener, call.stream): made[call] for call in sorted(calls)})
+  def _dial(self, calls: Mapping[Call, str], deadline: float) -> None:
+    """Makes the connections that are missing."""
+    missing = {call: address for call, address in calls.items() if call.listener not in self._links}
+    made = dial(self._token, missing, self._stop, deadline)
+    self._add({(call.listener, call.stream): made[call] for call in sorted(made)})
 
   def _add(self, made: Mapping[tuple[int, int], socket.socket]) -> None:
     """Connections that both sides have made for this epoch, by member and stream."""
@@ -125,6 +125,7 @@ class Exchange:
   def _await_marks(self, deadline: float) -> None:
     """Returns when all connections have carried the marks of this epoch. Drops those of a peer if one breaks."""
     waiting = able = set(itertools.chain(*self._links.values()))
+    late_at = deadline - self._connect_seconds + min(_LATE_SECONDS, self._connect_seconds / 2)
     with contextlib.closing(Poll(self._stop)) as poll:
       while waiting:
         for link in able & waiting:
@@ -134,7 +135,7 @@ class Exchange:
             waiting -= {link} if is_sent and has_begun else set()
           if link.epoch > self._epoch:
             raise PeerLost([link.member], f"the peer has begun epoch {link.epoch}")
-        is_late = time.monotonic() >= deadline - self._connect_seconds / 2  # the listener of a late peer answers
+        is_late = time.monotonic() >= late_at
         for member in {link.member for link in waiting if link.is_broken or (is_late and link.member < self._member)}:
           waiting -= set(self._links[member])
           for link in self._links[member]:

@@ -53,8 +53,8 @@ class Listener:
     self.address = addresses.join(host, self._sock.getsockname()[1])
     self._arrivals = threading.Condition()
     self._epoch = -1  # connections of earlier epochs are refused
-    self._most_pending = MOST_PENDING
-    self._awaited = 0  # connections that `claim` waits for
+    self._callers: Collection[tuple[int, int]] = ()
+    self._missing: set[tuple[int, int]] = set()  # (member, stream) that have not arrived yet in this epoch
     # (member, stream) -> (epoch, connection), not claimed yet
     self._arrived: dict[tuple[int, int], tuple[int, socket.socket]] = {}
     self._pending: dict[socket.socket, _Pending] = {}
@@ -65,28 +65,27 @@ class Listener:
     self._thread = threading.Thread(target=self._serve, name="exchange-listen", daemon=True)
     self._thread.start()
 
-  def begin(self, epoch: int, most: int) -> None:
-    """Drops connections of earlier epochs, and refuses them from now on. most: how many may come in this epoch."""
+  def begin(self, epoch: int, callers: Collection[tuple[int, int]]) -> None:
+    """Drops connections of earlier epochs, and refuses them from now on. callers: (member, stream) of this epoch."""
     with self._arrivals:
-      self._epoch, self._most_pending = epoch, MOST_PENDING + most
+      self._epoch = epoch
       for key, (theirs, sock) in list(self._arrived.items()):
         if theirs < epoch:
           del self._arrived[key]
           sock.close()
+      self._callers = callers
+      self._missing = {key for key in callers if self._arrived.get(key, (-1, None))[0] != epoch}
 
-  def claim(
-    self, callers: Collection[tuple[int, int]], stop: Stop, deadline: float
-  ) -> dict[tuple[int, int], socket.socket]:
-    """Returns the connections of the callers, (member, stream), of the present epoch, as soon as all have arrived.
-    Raises PeerLost with the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
+  def claim(self, stop: Stop, deadline: float) -> dict[tuple[int, int], socket.socket]:
+    """Returns the connections of the callers of the present epoch, as soon as all have arrived. Raises PeerLost with
+    the missing members at `deadline` (time.monotonic seconds), and Stopped if `stop` is set."""
     with self._arrivals:
-      self._awaited = len(callers)
-      while missing := [key for key in callers if self._arrived.get(key, (-1, None))[0] != self._epoch]:
+      while self._missing:
         if stop.is_set:
           raise Stopped
         if not self._arrivals.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-          raise PeerLost({member for member, _ in missing}, "no connection within the time limit")
-      return {key: self._arrived.pop(key)[1] for key in callers}
+          raise PeerLost({member for member, _ in self._missing}, "no connection within the time limit")
+      return {key: self._arrived.pop(key)[1] for key in self._callers}
 
   def arrived(self) -> set[int]:
     """The members with connections of the present epoch that were not claimed yet."""
@@ -136,7 +135,7 @@ class Listener:
     sock.setblocking(False)
     challenge, nonce = handshake.make_challenge()
     pending = _Pending(sock, f"{address[0]}:{address[1]}", nonce, time.monotonic() + HANDSHAKE_SECONDS)
-    if len(self._pending) >= self._most_pending:
+    if len(self._pending) >= MOST_PENDING + len(self._callers):
       self._refuse(next(iter(self._pending.values())), f"more than {MOST_PENDING} connections without a handshake")
     self._pending[sock] = pending
     self._selector.register(sock, selectors.EVENT_READ)
@@ -177,7 +176,11 @@ class Listener:
       self._arrived[call.caller, call.stream] = (call.epoch, pending.sock)
       if earlier:
         earlier[1].close()
-      if len(self._arrived) >= self._awaited:
+      if call.epoch == self._epoch:
+        self._missing.discard((call.caller, call.stream))
+      elif earlier and earlier[0] == self._epoch:  # not claimed yet, and now closed: the present epoch is over
+        self._missing.add((call.caller, call.stream))
+      if not self._missing:
         self._arrivals.notify_all()
 
   def _send(self, pending: _Pending, message: bytes) -> bool:

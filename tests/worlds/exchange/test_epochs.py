@@ -305,9 +305,9 @@ def test_a_listener_that_never_begins_the_epoch_is_called_again():
   try:
     socks = []
     for epoch in (1, 2):
-      listens.begin(epoch, 1)
+      listens.begin(epoch, [(1, 0)])
       exchange.connect(epoch, {0: listens.address, 1: "unused"})
-      socks += listens.claim([(1, 0)], Stop(), soon).values()
+      socks += listens.claim(Stop(), soon).values()
     assert socks[0].recv(100)[-48:] and socks[0].recv(100) == b""  # its mark, and the end
     for sock in socks:
       sock.close()

@@ -180,7 +180,7 @@ def test_a_connection_of_the_next_epoch_is_not_taken_for_one_of_the_present_epoc
   """Member 1 is told of the next epoch a moment before member 0, which has not claimed the first connection yet."""
   listens, stop, soon = listener.Listener(0, TOKEN, "127.0.0.1", lambda line: None), Stop(), time.monotonic() + 5
   try:
-    listens.begin(1, 1)
+    listens.begin(1, [(1, 0)])
     first, second = (
       listener.dial(TOKEN, {handshake.Call(epoch, 1, 0): listens.address}, Stop(), soon).popitem()[1]
       for epoch in (1, 2)
@@ -188,9 +188,9 @@ def test_a_connection_of_the_next_epoch_is_not_taken_for_one_of_the_present_epoc
     assert is_closed(first)
     stop.set()
     with pytest.raises(Stopped):
-      listens.claim([(1, 0)], stop, soon)
-    listens.begin(2, 1)
-    claimed = listens.claim([(1, 0)], Stop(), soon)[1, 0]
+      listens.claim(stop, soon)
+    listens.begin(2, [(1, 0)])
+    claimed = listens.claim(Stop(), soon)[1, 0]
     assert claimed.getpeername() == second.getsockname()
     for sock in (first, second, claimed):
       sock.close()

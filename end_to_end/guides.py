@@ -26,7 +26,7 @@ from trainer.observe.events import read_events
 SHRUNK = (
   "override_model_config=true base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 "
   "base_mlp_dim=32 head_dim=8 vocab_size=64 dtype=float32 num_slices=3 devices_per_slice=1 enable_report=false "
-  "enable_tensorboard=false"
+  "services="
 )
 SIMULATED = ("cluster=simulated",)
 PATHWAYS = ("cluster=pathways", "cluster_standin=3x1")

@@ -27,6 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 from end_to_end import elastic_histories
 from tests.support.elastic_harness import NUM_SLICES, Harness, History
@@ -36,9 +37,10 @@ from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ClusterSection
+from trainer.elastic import hang
 from trainer.run.session import Session
 
-KEYS = ("elastic_hang_check_seconds=1",)
+CHECK_SECONDS = 1.0  # without a result until the slices are asked
 TIME_LIMIT = 2.0  # seconds of a health check: what a hang costs
 POLL_SECONDS = 0.05
 HANGS = 0.25  # share of the losses in steps, evaluations, snapshots and saves that are hangs instead
@@ -122,12 +124,13 @@ def warm(harness: Harness, seeds: Iterable[int], keys: Sequence[str] = ()) -> No
         if never_lost & set(slices):
           session.programs.step(cluster.view(slices))
 
-  harness.run("warm", [*elastic_histories.KEYS, *KEYS, *keys], prepare=compile_all)
+  harness.run("warm", [*elastic_histories.KEYS, *keys], prepare=compile_all)
 
 
 def run(harness: Harness, name: str, faults: str, fixed_mesh: bool, keys: Sequence[str] = ()) -> History:
   """Runs with these faults and more `keys`, and returns the history."""
-  return elastic_histories.run(harness, name, faults, fixed_mesh, [*KEYS, *keys])
+  with mock.patch.object(hang, "CHECK_SECONDS", CHECK_SECONDS):
+    return elastic_histories.run(harness, name, faults, fixed_mesh, keys)
 
 
 def check(history: History, undisturbed: History, fixed_mesh: bool) -> list[str]:

@@ -87,7 +87,6 @@ def plan(seed: int) -> Plan:
     "head_dim": pick(8, 16),
     "checkpoint_period": pick(7, 1000),
     "elastic_min_slice_count": pick(1, 1, -1),
-    "sharding_tolerance": 1.0,
     "steps": STEPS,
   }
   accumulation, rows = keys["gradient_accumulation_steps"], keys["per_device_batch_size"]
@@ -99,13 +98,10 @@ def plan(seed: int) -> Plan:
     keys |= {f"ici_{axis}_parallelism": 2 for axis in chosen if axis != "fsdp"}
   if pick(True, False, False):
     keys |= {"eval_interval": pick(5, 7), "eval_steps": 2}
-  if scanned == "true" and layers % 2 == 0:
-    keys |= pick({}, {}, {}, {"scan_unroll": 2})
   if keys["opt_type"] != "adafactor":
     keys |= pick({}, {}, {"mu_dtype": "bfloat16"})
   for rare in (
     {"z_loss_multiplier": 1e-3},
-    {"num_vocab_tiling": 2},
     {"use_iota_embed": "true"},
     {"rope_type": "llama3"},
     {"gradient_clipping_threshold": 0},

@@ -24,7 +24,7 @@ PICTURE = ROOT / "docs" / "images" / "kill.svg"
 COMMAND = (
   "python -m trainer.launch.local --slices 3 configs/elastic_demo.yml fault_injection= snapshot_period=0 steps=1000"
 )
-QUIET = ("log_config=false", "enable_report=false")
+QUIET = ("enable_report=false",)
 VICTIM, CALM_STEPS = 1, 40
 COLUMNS, LETTER, ROW, MARGIN = 116, 8.43, 21, 18  # LETTER: width of one at 14 px
 LONGEST_PAUSE = 1.2  # seconds in the picture

@@ -32,7 +32,7 @@ from trainer.observe.metrics import read_records
 KEYS = (
   "model_name=qwen3-0.6b override_model_config=true base_num_decoder_layers=4 vocab_size=4096 max_target_length=2048 "
   "per_device_batch_size=4 dataset_type=text tokenizer_type=byte eval_steps=0 learning_rate=1e-3 jax_cache_dir= "
-  "enable_report=false enable_tensorboard=false"
+  "enable_report=false services="
 ).split()
 WARMUP_STEPS = 5  # not timed
 COPY_PERIOD = 4

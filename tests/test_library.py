@@ -181,7 +181,7 @@ def same_as_adamw(cfg):
 )
 def test_an_optimizer_of_ones_own_trains_and_resumes_like_a_built_in_one(config, faults):
   losses: dict[str, dict[int, float]] = {"built_in": {}, "own": {}}
-  config = trainer.load(config, run_name="built_in", checkpoint_period=1, weight_decay_mask="all", **faults)
+  config = trainer.load(config, run_name="built_in", checkpoint_period=1, adam_weight_decay=0, **faults)
   assert trainer.Run(config).train([lambda record: losses["built_in"].update({record.step: record.loss})])
 
   def record_and_stop(record):

@@ -23,7 +23,6 @@ CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "quickstart.yml"
 SHRUNK = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
   "per_device_batch_size=4 max_target_length=64 steps=6 eval_interval=3 eval_steps=2 checkpoint_period=3 "
-  "sample_tokens=8"
 ).split()
 TIMED = {
   *("seconds", "eval_seconds", "data_wait", "eta", "wall", "monotonic"),

@@ -28,7 +28,7 @@ from trainer.run.session import Session
 HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")
 TINY = (
   "base_emb_dim=32 base_num_decoder_layers=1 base_num_query_heads=2 base_num_kv_heads=1 head_dim=16 base_mlp_dim=64 "
-  "vocab_size=300 dtype=float32 steps=2 max_target_length=32 log_config=false enable_report=false"
+  "vocab_size=300 dtype=float32 steps=2 max_target_length=32 enable_report=false"
 ).split()
 PROGRAM = """
 import json, sys
@@ -51,7 +51,7 @@ def test_a_run_imports_nothing_that_it_does_not_need(tmp_path, dataset_type):
   argv = [
     str(config),
     *TINY,
-    "enable_tensorboard=false",
+    "services=",
     *(data if dataset_type == "text" else []),
     f"base_output_directory={tmp_path}/runs",
   ]

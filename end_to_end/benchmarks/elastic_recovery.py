@@ -74,7 +74,7 @@ def restart(directory: Path, number: int, cached: bool) -> dict[str, Any]:
   name = f"restart-{number}-{cached}"
   cache = directory / "cache" if cached else ""
   keys = [*TINY.split(), f"steps={STEPS}", "checkpoint_period=9", f"num_slices={NUM_SLICES}", "devices_per_slice=1"]
-  keys += ["fault_injection=ckpt_kill@18", "enable_report=false", "enable_tensorboard=false", f"jax_cache_dir={cache}"]
+  keys += ["fault_injection=ckpt_kill@18", "enable_report=false", "services=", f"jax_cache_dir={cache}"]
   keys += [f"base_output_directory={directory}", f"run_name={name}"]
   for _ in range(2):
     subprocess.run([sys.executable, "-m", "trainer", "configs/base.yml", *keys], capture_output=True, timeout=1200)

@@ -63,9 +63,14 @@ def test_identity_is_compared_and_its_cause_named():
 
 
 def test_a_key_that_one_side_does_not_know_is_no_difference():
-  older = saved(removed_key=1)
+  older = saved(removed_key=1, log_config=False, wsd_decay_style="linear", ici_data_parallelism=1)
   del older["config"]["attention"]
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
+
+
+def test_a_key_of_an_older_version_that_changed_the_numbers_is_named():
+  (line,) = meta.check_config(saved(weight_decay_mask="all", sample_tokens=96), Config().flat(), IDENTITY)
+  assert line.startswith("weight_decay_mask: 'all' in the checkpoint. Norms, biases and embeddings do not decay")
 
 
 def test_arrays_of_a_key_that_is_newer_than_the_checkpoint_are_refused():

@@ -89,7 +89,7 @@ OTHER_VALUES = {
   "base_mlp_dim": 64, "head_dim": 16, "vocab_size": 128, "global_parameter_scale": 2, "use_qk_norm": "false",
   "logits_via_embedding": "true", "opt_type": "sgd", "normalization_layer_epsilon": 1e-5, "rope_max_timescale": 5e5,
   "initializer_range": 0.1, "init_weights_seed": 1, "dtype": "float32", "weight_dtype": "bfloat16",
-  "matmul_precision": "highest", "quantization": "int8", "mu_dtype": "bfloat16", "rope_type": "llama3",
+  "quantization": "int8", "mu_dtype": "bfloat16", "rope_type": "llama3",
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
-BUDGET = 159
+BUDGET = 131
 
 
 def test_base_yml_is_current():
@@ -26,9 +26,9 @@ def test_the_configuration_page_is_current():
 def test_base_yml_means_the_same_to_a_yaml_library():
   """A reader that does not know the types of the keys reads the same values."""
   values = yaml.safe_load(base_yaml())
-  assert values.keys() == Config().flat().keys()
+  assert values.keys() == all_keys().keys()
   for name, value in Config().flat().items():
-    read = values[name]
+    read = values.get(name, value)
     assert (float(read) if isinstance(value, float) else read) == value, name
 
 

@@ -6,8 +6,12 @@ import jax
 import pytest
 
 from trainer.config import Config, ConfigError, load
+from trainer.config.answers import entry_of
+from trainer.config.cli import print_config
+from trainer.config.document import base_yaml
 from trainer.config.files import package_root
-from trainer.config.keys import preflight_options
+from trainer.config.keys import SWITCHES, preflight_options
+from trainer.config.load import load_with_origins
 from trainer.config.schema import PreflightOptions
 
 
@@ -46,16 +50,16 @@ def test_base_yml_is_the_defaults():
 
 def test_precedence_from_parents_to_the_command_line(write):
   write("models/m.yml", "head_dim: 32\nvocab_size: 100\n")
-  write("conf/grandparent.yml", "steps: 1\nlog_period: 1\neval_steps: 1\nsample_tokens: 1\nhead_dim: 32\n")
-  write("conf/parent.yml", "base_config: grandparent.yml\nlog_period: 2\neval_steps: 2\nsample_tokens: 2\n")
+  write("conf/grandparent.yml", "steps: 1\nlog_period: 1\neval_steps: 1\nprofiler_steps: 1\nhead_dim: 32\n")
+  write("conf/parent.yml", "base_config: grandparent.yml\nlog_period: 2\neval_steps: 2\nprofiler_steps: 2\n")
   child = write(
-    "conf/child.yml", "base_config: parent.yml\neval_steps: 3\nsample_tokens: 3\nmodel_name: ../models/m.yml\n"
+    "conf/child.yml", "base_config: parent.yml\neval_steps: 3\nprofiler_steps: 3\nmodel_name: ../models/m.yml\n"
   )
-  config = load([child, "sample_tokens=4"])
+  config = load([child, "profiler_steps=4"])
   assert config.run.steps == 1
   assert config.observe.log_period == 2
   assert config.observe.eval_steps == 3
-  assert config.observe.sample_tokens == 4
+  assert config.observe.profiler_steps == 4
   assert (config.model.head_dim, config.model.vocab_size) == (32, 100)
   assert config.run.run_name == "child"
 
@@ -67,9 +71,9 @@ def test_a_choice_removes_keys_of_lower_precedence_that_it_disables(write):
   plain = load(["configs/base.yml", "model_name=llama3.2-1b", "override_model_config=true", "rope_type=default"])
   assert (plain.model.rope_type, plain.model.rope_scaling_factor) == ("default", Config().model.rope_scaling_factor)
   assert load(["configs/base.yml", "model_name=llama3.2-1b"]).model.rope_scaling_factor == 32
-  parent = write("parent.yml", "lr_schedule_type: wsd\nwsd_decay_style: cosine\nadam_b2: 0.9\n")
+  parent = write("parent.yml", "lr_schedule_type: wsd\nwsd_decay_steps_fraction: 0.2\nadam_b2: 0.9\n")
   child = write("child.yml", f"base_config: {parent}\nlr_schedule_type: constant\n")
-  assert load([child]).optimizer.wsd_decay_style == Config().optimizer.wsd_decay_style
+  assert load([child]).optimizer.wsd_decay_steps_fraction == Config().optimizer.wsd_decay_steps_fraction
   assert load([child, "opt_type=sgd"]).optimizer.adam_b2 == Config().optimizer.adam_b2
   # Both values come from the same file or command, so the user can remove one.
   for argv in ([parent, "opt_type=sgd", "adam_b2=0.9"], [write("both.yml", "opt_type: sgd\nadam_b2: 0.9\n")]):
@@ -189,33 +193,98 @@ def test_preflight_has_options_that_are_written_like_keys():
     preflight_options(["compile_topology_num_slices=512"])
 
 
-REMOVED = """
-decoder_layer_input: device
-query_proj: device
-key_proj: remat
-mlpwo: offload
-cluster_standin_processes: false
-elastic_retry_reset_steps: 10
-wandb_project_name: trainer
-wandb_run_name: ''
-compile_topology: ''
-compile_topology_num_slices: 1
-preflight_search: false
-preflight_degraded: quick
-preflight_hlo_file: ''
-"""
+# The keys that the program has had, with their defaults, and other values that a run may have been recorded with.
+REMOVED = {
+  "rope_low_freq_factor": ("1.0", "2.0"), "rope_high_freq_factor": ("4.0", "8.0"),
+  "rope_original_max_position_embeddings": ("8192", "64"), "decoder_sparse_step": ("1", "2"),
+  "mlp_only_layers": ("''", "1,2"), "num_vocab_tiling": ("0", "4"), "elastic_hang_check_seconds": ("60.0", "0"),
+  "dcn_data_parallelism": ("-1", "-1"), "ici_data_parallelism": ("1", "-1"), "log_config": ("true", "false"),
+  "sharding_tolerance": ("0.02", "1.0"), "scan_unroll": ("1", "2"), "sample_tokens": ("64", "96"),
+  "jax_distributed_heartbeat_timeout_seconds": ("100", "900"), "chip_hour_price": ("0.0", "3"),
+  "enable_tensorboard": ("true", "false"), "enable_goodput_recording": ("false", "true"),
+  "gcs_metrics": ("false", "true"), "enable_checkpoint_cloud_logger": ("false", "true"),
+  "dcn_tensor_parallelism": ("1", ""), "dcn_context_parallelism": ("1", ""), "wsd_decay_style": ("linear", ""),
+  "weight_decay_mask": ("matrices", ""), "matmul_precision": ("default", ""), "eval_tasks_path": ("''", ""),
+  "eval_main_set": ("''", ""), "trackio_project_name": ("trainer", ""), "enable_wandb": ("false", ""),
+  "enable_trackio": ("false", ""),
+}  # fmt: skip
+# Those without which a run would do something else, with the word that the answer must have.
+REFUSED = {
+  "dcn_tensor_parallelism=2": "ici_tensor_parallelism", "dcn_context_parallelism=2": "ici_context_parallelism",
+  "wsd_decay_style=cosine": "lr_schedule_type=cosine", "weight_decay_mask=all": "do not decay",
+  "matmul_precision=highest": "JAX_DEFAULT_MATMUL_PRECISION", "eval_tasks_path=tasks": "eval_tasks=DIR/NAME",
+  "eval_main_set=far": "first set", "trackio_project_name=mine": "TRACKIO_PROJECT",
+  "enable_wandb=true": "services=tensorboard,wandb", "enable_trackio=true": "services=tensorboard,trackio",
+}  # fmt: skip
 
 
-def test_the_config_of_an_older_run_loads(tmp_path):
-  """It has keys that are no more: with their defaults they change nothing."""
-  path = tmp_path / "config.yml"
-  path.write_text(f"remat_policy: custom\n{REMOVED}")
-  assert load([str(path)]).model.custom_remat == "query_proj=device,mlpwo=offload"
-  assert load([str(path), "mlpwo=remat", "out_proj=device"]).model.custom_remat == "query_proj=device,out_proj=device"
-  assert load([str(path), "remat_policy=full"]).model.custom_remat == ""
-  path.write_text(REMOVED.replace("trainer", "mine").replace(": device", ": remat").replace("offload", "remat"))
-  with pytest.raises(ConfigError, match=r"wandb_project_name .*older versions.*\n.*variable WANDB_PROJECT"):
-    load([str(path)])
+def recorded(write, **values):
+  """config.yml as the version before wrote it, with these values of its keys."""
+  lines = {name: default for name, (default, _) in REMOVED.items()} | values
+  table = "".join(f"{name}: {value}\n" for name, value in lines.items())
+  kept = [line for line in base_yaml().splitlines() if line.partition(":")[0] not in {"services", *lines}]
+  return write("config.yml", "\n".join(kept) + "\n" + table)
+
+
+def test_the_config_of_an_older_run_loads(write):
+  """Its values of a model stay, as do the services; a key that does not change the numbers is dropped."""
+  loaded = load([recorded(write)])
+  assert loaded.with_values(ici_data_parallelism=-1) == load([write("config.yml", base_yaml())])
+  values = {name: value for name, (_, value) in REMOVED.items() if value}
+  other = load([recorded(write, scan_layers="false", num_experts=4, rope_type="llama3", **values)], check_paths=False)
+  assert (other.model.rope_low_freq_factor, other.model.decoder_sparse_step, other.model.dense_layers) == (2, 2, [1, 2])
+  assert other.observe.services == "goodput,gcs_metrics,checkpoint_logger"
+  assert load([write("again.yml", print_config(other))], check_paths=False) == other
+  assert load([recorded(write), "gcs_metrics=true"]).observe.services == "tensorboard,gcs_metrics"
+
+
+@pytest.mark.parametrize(("text", "remedy"), REFUSED.items())
+def test_a_removed_key_that_changes_the_run_is_refused_wherever_it_is(write, text, remedy):
+  name, _, value = text.partition("=")
+  for argv in ([recorded(write, **{name: value})], ["configs/base.yml", text], [write("a.yml", f"{name}: {value}")]):
+    message = failure(*argv)
+    assert name in message and "of older versions" in message and remedy in message
+
+
+@pytest.mark.parametrize(
+  "name", sorted(REMOVED.keys() - {"dcn_data_parallelism", "ici_data_parallelism"} - SWITCHES.keys())
+)
+def test_a_new_configuration_has_no_removed_key(name):
+  """Unless MaxText has it, and its value says what is done anyway."""
+  default, other = REMOVED[name]
+  group = next((entry for entry in [entry_of(name)] if entry), {"what": "", "remedy": "model_name=FILE.yml"})
+  if "accepted" in group:
+    assert load(["configs/base.yml", f"{name}={default}"]) == load(["configs/base.yml"])
+  for value in (default, other) if "accepted" not in group else (other,):
+    if value:
+      message = failure("configs/base.yml", f"{name}={value}")
+      assert name in message and group["remedy"] in message
+
+
+def test_switches_of_maxtext_change_the_services_below_them(write):
+  services = lambda *argv: load([*argv], check_paths=False).observe.services
+  mine = write("mine.yml", "services: wandb\ngcs_metrics: True\n")
+  child = write("child.yml", f"base_config: {mine}\nenable_tensorboard: true\n")
+  assert services(mine) == "wandb,gcs_metrics"
+  assert services(child, "gcs_metrics=false") == "wandb,tensorboard"
+  assert services(child, "services=tensorboard") == "tensorboard"
+  assert services("configs/base.yml", "enable_tensorboard=false", "--enable-goodput-recording=True") == "goodput"
+  assert services("configs/base.yml", "services=") == ""
+  _, origins = load_with_origins([child, "gcs_metrics=false"], check_paths=False)
+  assert origins["services"] == "enable_tensorboard=true (child.yml line 2), gcs_metrics=false (command line)"
+  assert "Did you mean wandb?" in failure("configs/base.yml", "services=tensorboard,wand")
+
+
+def test_values_of_a_model_come_from_its_file(write):
+  file = write("m.yml", "rope_type: llama3\nrope_original_max_position_embeddings: 24\n")
+  mine = write("mine.yml", f"model_name: {file}\n")
+  assert load([mine]).model.rope_original_max_position_embeddings == 24
+  assert load([write("printed.yml", print_config(load([mine])))]).model == load([mine]).model
+  assert "rope_low" not in print_config(load([mine]))
+  write("m.yml", "rope_type: llama3\nrope_high_freq_factor: 1\n")
+  assert "must be above rope_low_freq_factor" in failure(mine)
+  write("m.yml", f"scan_layers: false\nmlp_only_layers: '{'9' * 5000}'\n")
+  assert "9...: 1 of these are no layers of this model" in failure(mine)
 
 
 @pytest.mark.parametrize("words", ["query_proj=device mlpwo=offload", "custom_remat=mlpwo=offload,query_proj=device"])

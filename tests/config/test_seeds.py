@@ -8,8 +8,8 @@ import pytest
 
 from trainer.config import ConfigError, load
 from trainer.config.answers import entry_of, tables
-from trainer.config.keys import all_keys
-from trainer.config.schema import ACTIVATIONS, PreflightOptions
+from trainer.config.keys import SWITCHES, all_keys
+from trainer.config.schema import ACTIVATIONS, SERVICES, PreflightOptions
 
 ELASTIC_GUIDE = """
 base_output_directory=gs://my-bucket/runs run_name=elastic-qwen3-20260101-000000 model_name=qwen3-0.6b
@@ -47,6 +47,9 @@ def test_commands_of_the_guides_load_and_every_key_arrives(command, tmp_path):
   flat = load(["configs/base.yml", *arguments]).flat()
   for argument in arguments:
     name, _, text = argument.partition("=")
+    if name in SWITCHES:
+      assert SWITCHES[name] in flat["services"]
+      continue
     default = all_keys()[name].default
     assert str(flat[name]).lower() == (str(float(text)) if isinstance(default, float) else text.lower())
 
@@ -132,7 +135,7 @@ def test_refusals_name_only_keys_that_exist_and_hide_no_key():
   texts += [remedy for group in tables()["values"].values() for remedy in group.values()]
   words = {word for text in texts for word in re.findall(r"[a-z]\w*_\w+", text)}
   values = {choice for key in all_keys().values() for choice in key.choices}
-  words -= {"dcn_", "ici_", "xla_dump_to", "hlo_file", *ACTIVATIONS, *PreflightOptions.model_fields}
+  words -= {"ici_", "xla_dump_to", "hlo_file", *ACTIVATIONS, *PreflightOptions.model_fields, *SERVICES}
   assert words - values <= all_keys().keys()
   assert not [name for name in all_keys() if entry_of(name)]
   assert tables()["values"].keys() <= all_keys().keys()

@@ -12,6 +12,7 @@ from end_to_end.elastic_histories import KEYS, STEPS
 from tests.support import guide_awk
 from tests.support.seeds import few
 
+from trainer.elastic import hang as hang_lib
 from trainer.elastic.attempt import Outcome
 from trainer.run import attempt
 
@@ -64,8 +65,9 @@ EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("hangs", "lost"), few([(6, STEPS)], [(6, STEPS), (STEPS, 6)]))
-def test_slices_that_fail_in_an_evaluation(harness, undisturbed_run, hangs, lost):
+def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run, hangs, lost):
   """The step is repeated, so that neither the evaluation nor the last checkpoint is missing."""
+  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 0.3)
   failed = []
 
   def fail_in_the_second_batch(session, cluster):
@@ -82,7 +84,7 @@ def test_slices_that_fail_in_an_evaluation(harness, undisturbed_run, hangs, lost
 
     session.data.evaluations["eval"].batch = batch
 
-  history = harness.run("evaluation", [*EVALUATED, "elastic_hang_check_seconds=0.3"], fail_in_the_second_batch)
+  history = harness.run("evaluation", EVALUATED, fail_in_the_second_batch)
   check(history, undisturbed_run)
   assert failed == [6, STEPS]
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
@@ -102,8 +104,9 @@ STARTS_OF_EVALUATIONS = (
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", few(STARTS_OF_EVALUATIONS[:1], STARTS_OF_EVALUATIONS))
-def test_faults_at_the_start_of_evaluations(harness, undisturbed_run, faults):
-  history = harness.run("eval", [*EVALUATED, f"fault_injection={faults}", "elastic_hang_check_seconds=1"])
+def test_faults_at_the_start_of_evaluations(monkeypatch, harness, undisturbed_run, faults):
+  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 1.0)
+  history = harness.run("eval", [*EVALUATED, f"fault_injection={faults}"])
   check(history, undisturbed_run)
   assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
   assert [record["fault"] for record in history.of_kind("fault_injected")] == faults.split(", ")
@@ -211,9 +214,10 @@ def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
 @pytest.mark.parametrize(
   ("step", "mode"), few([(1, FIXED), (7, DEGRADE)], [(1, FIXED), (1, DEGRADE), (2, FIXED), (7, DEGRADE)])
 )
-def test_a_real_hang_is_recovered_from_with_snapshots_on(harness, undisturbed_run, mode, step):
+def test_a_real_hang_is_recovered_from_with_snapshots_on(monkeypatch, harness, undisturbed_run, mode, step):
   """The arrays are never ready, so snapshot and record of the step cannot be complete. Both are repeated."""
-  history = harness.run("hang", [*KEYS, mode, f"fault_injection=hang@{step}:1", "elastic_hang_check_seconds=0.3"])
+  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 0.3)
+  history = harness.run("hang", [*KEYS, mode, f"fault_injection=hang@{step}:1"])
   check(history, undisturbed_run, 0 if mode == FIXED else 1e-5)
   recovery = history.of_kind("recovery")[0]
   assert (recovery["slice"], recovery["step_before"]) == ([1], step - 1)
@@ -223,7 +227,7 @@ def test_a_real_hang_is_recovered_from_with_snapshots_on(harness, undisturbed_ru
 
 @pytest.mark.timeout(900)
 def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undisturbed_run):
-  history = harness.run("short", [*KEYS, DEGRADE, "fault_injection=hang@5:1/0.3", "elastic_hang_check_seconds=30"])
+  history = harness.run("short", [*KEYS, DEGRADE, "fault_injection=hang@5:1/0.3"])
   check(history, undisturbed_run, 0)
   assert len(history.of_kind("attempt_start")) == 1
   assert [record["fault"] for record in history.of_kind("fault_injected")] == ["hang@5:1/0.3"]

@@ -14,7 +14,7 @@ from tests.support.command import Run
 STEPS, HANG = 60, 50
 KEYS = (
   f"dataset_type=synthetic vocab_size=64 opt_type=sgd steps={STEPS} cluster=pathways num_slices=3 "
-  "cluster_standin=3x1:processes elastic_enabled=true elastic_min_slice_count=1 elastic_hang_check_seconds=1 "
+  "cluster_standin=3x1:processes elastic_enabled=true elastic_min_slice_count=1 "
   f"snapshot_period=1 fault_injection=hang@{HANG}:1/inf"
 ).split()
 

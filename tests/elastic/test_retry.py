@@ -12,6 +12,7 @@ from tests.support import guide_awk
 from tests.support.command import without_times
 from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
+from trainer.elastic import hang
 from trainer.elastic.attempt import ElasticRun, Outcome
 
 
@@ -152,7 +153,8 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
   assert background[4:7] == [f"slices {s}" for s in ([1, 3], [0, 3], [0, 1])]
 
 
-def test_an_unprepared_topology_is_compiled_once_and_counted():
+def test_an_unprepared_topology_is_compiled_once_and_counted(monkeypatch):
+  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.0)
   toy = ToyRun(cache={})
   real = toy.attempt
 
@@ -161,14 +163,15 @@ def test_an_unprepared_topology_is_compiled_once_and_counted():
     return real(elastic, view, survivors)
 
   toy.attempt = unprepared
-  train(toy, "slice_down@1:2", elastic_hang_check_seconds=0.0)
+  train(toy, "slice_down@1:2")
   (recovery,) = records(toy, "recovery")
   assert recovery["compilations"] >= 1
 
 
-def test_a_hang_is_found_by_the_health_check(undisturbed):
+def test_a_hang_is_found_by_the_health_check(undisturbed, monkeypatch):
+  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.1)
   toy = ToyRun()
-  train(toy, "hang@7:2", elastic_hang_check_seconds=0.1)
+  train(toy, "hang@7:2")
   same_run(toy, undisturbed)
   assert records(toy, "hang")[0]["step"] == 6
   assert records(toy, "recovery")[0]["slice"] == [2]
@@ -176,14 +179,15 @@ def test_a_hang_is_found_by_the_health_check(undisturbed):
 
 def test_a_hang_that_ends_before_the_health_check_costs_nothing(undisturbed):
   toy = ToyRun()
-  train(toy, "hang@7:2/0.5", cluster=simulated_cluster(4), elastic_hang_check_seconds=30.0)
+  train(toy, "hang@7:2/0.5", cluster=simulated_cluster(4))
   assert toy.losses == undisturbed.losses and toy.restores == [(0, "none")]
   assert not records(toy, "hang") and not records(toy, "slice_down")
 
 
-def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed):
+def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed, monkeypatch):
+  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.2)
   toy = ToyRun()
-  train(toy, "hang@7:2/1.5", cluster=simulated_cluster(4), elastic_hang_check_seconds=0.2)
+  train(toy, "hang@7:2/1.5", cluster=simulated_cluster(4))
   same_run(toy, undisturbed)
   (recovery,) = records(toy, "recovery")[:1]
   assert recovery["slice"] == [2] and recovery["steps_lost"] == 0
@@ -234,7 +238,8 @@ def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed)
   assert [r["slice"] for r in records(toy, "slice_up")] == [[1]]
 
 
-def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
+def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed, monkeypatch):
+  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.1)
   toy, slow = ToyRun(steps=3), [True]
 
   def blocking(arrays):
@@ -243,7 +248,7 @@ def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed):
     jax.block_until_ready(arrays)
 
   toy.block = blocking
-  assert train(toy, cluster=simulated_cluster(4, Clock()), elastic_hang_check_seconds=0.1).kind == "complete"
+  assert train(toy, cluster=simulated_cluster(4, Clock())).kind == "complete"
   assert not records(toy, "slice_down")
   assert any("all its slices answer" in line for line in toy.lines)
 

@@ -340,7 +340,7 @@ def test_the_tpu_kernel_supports_one_precision_per_dtype(precision, dtype, suppo
   assert found.name == ("flash" if supported else "dot_product")
   assert choose("flash", "cpu", precision=precision, dtype=dtype).name == "flash"
   if not supported:
-    assert f"matmul_precision={precision} with dtype={dtype}" in found.reason
+    assert f"JAX_DEFAULT_MATMUL_PRECISION={precision} with dtype={dtype}" in found.reason
     with pytest.raises(ConfigError, match=r"attention=dot_product"):
       choose("flash", "tpu", precision=precision, dtype=dtype)
 

@@ -53,8 +53,8 @@ def test_processes_of_a_slice_agree_on_the_order_of_collectives(server, tmp_path
   It takes 8 s on a quiet machine, 44 s when five such tests run at once on two cores.
   """
   mesh = "devices_per_slice=4 ici_fsdp_parallelism=1 ici_tensor_parallelism=2 ici_context_parallelism=2"
-  shape = "base_num_decoder_layers=2 base_emb_dim=16 base_mlp_dim=32 base_num_query_heads=4 base_num_kv_heads=2"
-  table = "vocab_size=61 use_iota_embed=true logits_via_embedding=true sharding_tolerance=1.0"
+  shape = "base_num_decoder_layers=2 base_emb_dim=128 base_mlp_dim=2048 base_num_query_heads=4 base_num_kv_heads=2"
+  table = "vocab_size=61 use_iota_embed=true logits_via_embedding=true"
   batch = "dataset_type=synthetic max_target_length=16 per_device_batch_size=1 steps=2"
   rest = "head_dim=8 dtype=float32 attention=dot_product remat_policy=full"
   run = ProcessRun(

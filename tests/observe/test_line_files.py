@@ -118,7 +118,7 @@ def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch,
 
 def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   out, record = log.get("gs://b/run"), events.EventLog("gs://b/run", "run")
-  section = ObserveSection(enable_tensorboard=False, gcs_metrics=True, log_period=2)
+  section = ObserveSection(services="gcs_metrics", log_period=2)
   objects = functools.partial(recorders, "gs://b/run", section, record.process, out, ServiceRun())
   writer = metrics.Metrics("gs://b/run", record, recorders=lambda: list(objects()))
   record.emit("run_start", num_slices=1)

@@ -22,7 +22,7 @@ def record(step: int, **changes) -> metrics.StepRecord:
 
 
 def open_metrics(path, **cfg) -> metrics.Metrics:
-  section = ObserveSection(**({"enable_tensorboard": False} | cfg))
+  section = ObserveSection(**({"services": ""} | cfg))
   record = events.EventLog(str(path), "r")
   open_all = lambda: list(recorders(str(path), section, record.process, log.get(None), ServiceRun()))
   return metrics.Metrics(str(path), record, recorders=open_all)
@@ -119,7 +119,7 @@ def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path,
 
 
 def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
-  out = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  out = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
   for step in [*range(1, 16), *range(11, 24)]:  # a rewind from 15 to 10
     out.write(record(step, loss=float(step)))
   out.close()
@@ -133,10 +133,10 @@ def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
     "metrics_step_000011_to_step_000020.txt": [*range(11, 21)],
     "metrics_step_000021_to_step_000023.txt": [*range(21, 24)],
   }
-  again = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  again = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
   again.write(record(21))
   again.close()
-  once_more = open_metrics(tmp_path, gcs_metrics=True, log_period=10)
+  once_more = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
   once_more.write(record(21))
   once_more.close()
   assert (tmp_path / "metrics" / "metrics_step_000021_to_step_000021.1.txt").exists()
@@ -161,7 +161,7 @@ def tensorboard(run) -> tuple[list[tuple[int, str, float]], list[int]]:
 
 
 def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):
-  out = open_metrics(tmp_path, enable_tensorboard=True)
+  out = open_metrics(tmp_path, services="tensorboard")
   for step in [0, 1, 2, 1, 2]:
     out.write(record(step, loss=10.0 - step, mfu=None, eta=8.0 - step))
   out.write_eval(metrics.Evaluation(2, 7.5))
@@ -180,7 +180,7 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
 
 
 def test_an_evaluation_that_a_process_makes_up_purges_no_step_from_tensorboard(tmp_path):
-  first, second = (open_metrics(tmp_path, enable_tensorboard=True) for _ in range(2))
+  first, second = (open_metrics(tmp_path, services="tensorboard") for _ in range(2))
   first.write(record(3))
   first.close()  # stopped before the evaluation of step 3
   second.write_eval(metrics.Evaluation(3, 7.5))
@@ -191,7 +191,7 @@ def test_an_evaluation_that_a_process_makes_up_purges_no_step_from_tensorboard(t
 
 def test_flush_writes_all_records_to_disk(tmp_path):
   """A process killed during or after the save never writes these steps again, and no other one does."""
-  out = open_metrics(tmp_path, enable_tensorboard=True)
+  out = open_metrics(tmp_path, services="tensorboard")
   for step in range(1, 9):
     out.write(record(step))
   out.write_eval(metrics.Evaluation(8, 7.5))
@@ -204,7 +204,7 @@ def test_flush_writes_all_records_to_disk(tmp_path):
 
 def test_a_z_loss_is_recorded_where_there_is_one(tmp_path):
   for name, value in (("with", 0.25), ("without", None)):
-    out = open_metrics(tmp_path / name, enable_tensorboard=True)
+    out = open_metrics(tmp_path / name, services="tensorboard")
     out.write(record(1, z_loss=value))
     out.close()
   assert metrics.read_metrics(str(tmp_path / "with"))[0]["z_loss"] == 0.25

@@ -81,7 +81,7 @@ def test_the_tutorial_trains_on_a_text_and_compares_two_runs(server, tmp_path, m
   pathlib.Path("my_text").mkdir()
   for file in (ROOT / "README.md", DOCS / "elastic.md", DOCS / "data.md"):
     (pathlib.Path("my_text") / file.name).write_text(file.read_text())
-  two = ["steps=2", "eval_interval=1", "eval_steps=1", "checkpoint_period=2", "sample_tokens=4"]
+  two = ["steps=2", "eval_interval=1", "eval_steps=1", "checkpoint_period=2"]
   two += ["enable_report=false"]  # a command of the page writes it
   two += [f"base_output_directory={tmp_path}/runs", f"dataset_cache_directory={tmp_path}/cache"]
   two += [f"dataset_path={tmp_path}/my_text", f"jax_cache_dir={tmp_path}/compiled"]

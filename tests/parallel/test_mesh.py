@@ -23,19 +23,19 @@ def test_slices_are_replicas_and_devices_inside_share_the_state():
 
 def test_every_axis_keeps_a_slice_together():
   devices = jax.devices()
-  m = make_mesh([devices[:4], devices[4:]], ici_data_parallelism=2, ici_tensor_parallelism=2)
+  m = make_mesh([devices[:4], devices[4:]], ici_fsdp_parallelism=1, ici_tensor_parallelism=2)
   assert dict(m.shape) == {"data": 4, "fsdp": 1, "tensor": 2, "context": 1}
   assert list(m.devices[:2].flat) == devices[:4]
   experts = make_mesh([devices[:4], devices[4:]], ici_expert_parallelism=2)
   assert dict(experts.shape) == {"data": 2, "fsdp": 4, "tensor": 1, "context": 1}
-  across = make_mesh([devices[:4], devices[4:]], dcn_data_parallelism=1, dcn_fsdp_parallelism=2)
+  across = make_mesh([devices[:4], devices[4:]], dcn_fsdp_parallelism=2)
   assert dict(across.shape) == {"data": 1, "fsdp": 8, "tensor": 1, "context": 1}
 
 
 @pytest.mark.parametrize(
   ("keys", "text"),
   [
-    ({"ici_fsdp_parallelism": 3}, "the product 3 must equal the 4 devices per slice"),
+    ({"ici_fsdp_parallelism": 3}, "the product 3 must divide the 4 devices per slice"),
     ({"ici_tensor_parallelism": 3}, "the product 3 must divide the 4 devices per slice"),
     ({"dcn_data_parallelism": 3}, "the product 3 must equal the 2 slices"),
     ({"ici_tensor_parallelism": -1}, "are -1: only one"),

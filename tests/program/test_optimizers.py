@@ -88,7 +88,6 @@ def test_warm_up_stable_decay():
   keys = {"learning_rate": 1.0, "lr_schedule_type": "wsd", "warmup_steps_fraction": 0.1}
   keys |= {"wsd_decay_steps_fraction": 0.2, "learning_rate_final_fraction": 0.0}
   assert rates(100, [0, 9, 10, 50, 80, 90, 100], **keys) == pytest.approx([0.1, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
-  assert rates(100, [85], **keys, wsd_decay_style="cosine") == pytest.approx([0.5 * (1 + np.cos(np.pi / 4))])
 
 
 def test_constant_rate_and_steps_after_the_schedule():
@@ -99,8 +98,9 @@ def test_constant_rate_and_steps_after_the_schedule():
 
 
 def test_adamw_equals_optax():
-  params, grads, updates = one_update(opt_type="adamw", adam_weight_decay=0.1, weight_decay_mask="all")
-  oracle = optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1)
+  params, grads, updates = one_update(opt_type="adamw", adam_weight_decay=0.1)
+  decays = {"embedding": False, "layers": {"query": True, "out": True, "norm": {"scale": False}}, "lm_head": True}
+  oracle = optax.adamw(1.0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.1, mask=decays)
   with jax.numpy_dtype_promotion("standard"):  # optax has float ** int32
     want, _ = oracle.update(grads, oracle.init(params), params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, want)
@@ -116,25 +116,6 @@ def test_matrices_decay_and_tables_and_norms_do_not(opt_type):
   np.testing.assert_allclose(moved["layers"]["out"], -0.5 * params["layers"]["out"], atol=1e-5)
   np.testing.assert_allclose(moved["lm_head"], -0.5 * params["lm_head"], atol=1e-5)
   assert not moved["embedding"].any() and not moved["layers"]["norm"]["scale"].any()
-
-
-@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
-def test_weight_decay_mask_all_decays_everything(opt_type):
-  keys = {"opt_type": opt_type, "weight_decay_mask": "all"}
-  with_decay, without = one_update(**keys, adam_weight_decay=0.5), one_update(**keys, adam_weight_decay=0.0)
-  moved = jax.tree.map(lambda a, b: a - b, with_decay[2], without[2])
-  jax.tree.map(lambda m, p: np.testing.assert_allclose(m, -0.5 * p, atol=1e-5), moved, with_decay[0])
-
-
-@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
-def test_weight_decay_mask_all_leaves_the_counts_of_a_router(opt_type):
-  axes = {"routed_bias": ("layers", "load"), "scale": ("layers", "norm")}
-  params = {name: jnp.full((2, 4), 7.0) for name in axes}
-  cfg = OptimizerSection(opt_type=opt_type, weight_decay_mask="all", adam_weight_decay=0.5)
-  optimizer = optimizers.build(cfg, axes)
-  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, params), optimizer.init(params), params)
-  assert not updates["routed_bias"].any()
-  np.testing.assert_allclose(updates["scale"], -3.5)
 
 
 def test_muon_orthogonalizes_each_layer_and_adam_updates_the_rest():

@@ -213,3 +213,10 @@ def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive,
   planned = prog.plan.rows.ravel()
   np.testing.assert_array_equal(numbers, np.where(planned >= 0, 5000 + planned, 0))
   assert loader.read == [(5, planned.tolist())]
+
+
+def test_the_precision_of_matmuls_is_that_of_jax():
+  assert program.matmul_precision() == "default"
+  for given, name in (("float32", "highest"), ("tensorfloat32", "high"), ("BF16_BF16_F32", "BF16_BF16_F32")):
+    with jax.default_matmul_precision(given):
+      assert program.matmul_precision() == name

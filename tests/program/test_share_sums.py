@@ -46,7 +46,7 @@ CASES = {
   "tied": {
     "stages": 2,
     "optimizer": {"gradient_accumulation_steps": 3},
-    "model": {"logits_via_embedding": True, "remat_policy": "minimal", "attention": "flash", "scan_unroll": 2},
+    "model": {"logits_via_embedding": True, "remat_policy": "minimal", "attention": "flash"},
   },
   "fsdp": {
     "stages": 4,

@@ -17,7 +17,7 @@ def found(path) -> list[incidents.Incident]:
 
 def five_faults(path) -> None:
   """A run on 3 slices with three losses and two returns, and costs that differ."""
-  run = fake_run.FakeRun(path, steps=40, chip_hour_price=3.0)
+  run = fake_run.FakeRun(path, steps=40)
   step = 0
   for change, slice_id, until, again in (
     ("lose", 1, 8, 0),
@@ -72,7 +72,7 @@ def test_the_page_shows_costs_only_with_a_price(tmp_path):
   result = goodput.compute(run)
   priced, free = (page.sections_of(run, result, {}, price) for price in (3.0, 0.0))  # without pictures
   assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
-  assert "Set chip_hour_price" in free and "cost of the chips" not in free
+  assert "--chip-hour-price" in free and "cost of the chips" not in free
   assert "5 events cost 3.50 s" in free  # 0.7 s each
 
 
@@ -88,7 +88,7 @@ def test_time_that_incidents_share_is_charged_once():
 
 def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path):
   """Two losses that overlap: the second one is detected while the run still recovers from the first one."""
-  run = fake_run.FakeRun(tmp_path / "two", steps=9, chip_hour_price=3600.0)
+  run = fake_run.FakeRun(tmp_path / "two", steps=9)
   for step in range(1, 5):
     run.step(step)
   for slice_id in (1, 2):

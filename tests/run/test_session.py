@@ -27,7 +27,7 @@ from trainer.world import SingleWorld
 KEYS = (
   "configs/base.yml run_name=run steps=4 dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=1 "
   "base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=32 head_dim=8 vocab_size=64 max_target_length=16 "
-  "per_device_batch_size=2 num_slices=2 devices_per_slice=2 log_config=false enable_tensorboard=false "
+  "per_device_batch_size=2 num_slices=2 devices_per_slice=2 services= "
   "autocheckpoint_grace_seconds=1 watchdog_timeout_seconds=600"
 ).split()
 

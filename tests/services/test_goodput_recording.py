@@ -1,4 +1,4 @@
-"""enable_goodput_recording: Google's own calculator, from local records, agrees with the report's goodput."""
+"""services=goodput: Google's own calculator, from local records, agrees with the report's goodput."""
 
 from __future__ import annotations
 

@@ -214,27 +214,17 @@ def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
 
 
 @pytest.mark.parametrize(
-  ("key", "package", "extra"),
-  [
-    ("enable_wandb", "wandb", "wandb"),
-    ("enable_trackio", "trackio", "trackio"),
-    ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
-  ],
+  ("service", "package"), [("wandb", "wandb"), ("trackio", "trackio"), ("goodput", "ml_goodput_measurement")]
 )
-def test_a_missing_package_is_refused_before_anything_else(key, package, extra, monkeypatch, tmp_path):
+def test_a_missing_package_is_refused_before_anything_else(service, package, monkeypatch, tmp_path):
   installed = config_paths.is_installed
   monkeypatch.setattr(config_paths, "is_installed", lambda name: name != package and installed(name))
-  words = ["configs/quickstart.yml", f"{key}=true", f"base_output_directory={tmp_path}/runs"]
+  words = ["configs/quickstart.yml", f"services=tensorboard,{service}", f"base_output_directory={tmp_path}/runs"]
   with pytest.raises(
-    ConfigError, match=rf"{key}=true: needs the package {package}.*\n.*'elastic-trainer-jax\[{extra}\]'"
+    ConfigError, match=rf"services={service}: needs the package {package}.*\n.*'elastic-trainer-jax\[{service}\]'"
   ):
     load(words)
   assert not (tmp_path / "runs").exists()
-
-
-def test_a_name_that_is_no_project_is_refused():
-  with pytest.raises(ConfigError, match="trackio_project_name='a/b': is not the name of a project"):
-    load(["configs/quickstart.yml", "trackio_project_name=a/b"], check_paths=False)
 
 
 # ---- the real packages
@@ -247,7 +237,7 @@ from trainer.services.plugin import recorders
 from trainer.services.service import ServiceRun
 
 folder, first, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-cfg = ObserveSection(enable_tensorboard=False, **json.loads(sys.argv[5]))
+cfg = ObserveSection(services=sys.argv[5])
 run = ServiceRun("a 'b' \\u00fc", "0123456789ab", {"learning_rate": 0.1})
 record, lines = events.EventLog(folder, "r"), log.get(folder)
 out = metrics.Metrics(folder, record, recorders=lambda: list(recorders(folder, cfg, record.process, lines, run)))
@@ -265,11 +255,11 @@ out.close(42)
 """
 
 
-def three_processes(folder, **cfg) -> None:
+def three_processes(folder, service) -> None:
   """Steps 1 to 7, then 6 to 12 and a kill, then 11 to 16."""
   environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
   for first, last, end in ((1, 7, "close"), (6, 12, "kill"), (11, 16, "close")):
-    arguments = [str(folder / "run"), str(first), str(last), end, json.dumps(cfg)]
+    arguments = [str(folder / "run"), str(first), str(last), end, service]
     result = subprocess.run(
       [sys.executable, "-c", PROCESS, *arguments], env=environment, capture_output=True, text=True, timeout=120
     )
@@ -279,7 +269,7 @@ def three_processes(folder, **cfg) -> None:
 
 def test_a_run_in_wandb_goes_on_after_a_kill_with_every_step_once(tmp_path):
   pytest.importorskip("wandb", reason="the extra wandb is not installed")
-  three_processes(tmp_path, enable_wandb=True)
+  three_processes(tmp_path, "wandb")
   parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*-0123456789ab/run-0123456789ab.wandb"))
   assert len(parts) == 3
   rows = [row for part in parts for row in wandb_runs.history(part, 1000)]
@@ -292,7 +282,7 @@ def test_a_run_in_wandb_goes_on_after_a_kill_with_every_step_once(tmp_path):
 
 def test_a_run_in_trackio_goes_on_after_a_kill_with_every_step_once(tmp_path):
   pytest.importorskip("trackio", reason="the extra trackio is not installed")
-  three_processes(tmp_path, enable_trackio=True)
+  three_processes(tmp_path, "trackio")
   with sqlite3.connect(tmp_path / "trackio" / "trainer.db") as database:
     found = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
   assert {name for name, _, _ in found} == {"a 'b' \u00fc-012345"}

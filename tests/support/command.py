@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 TINY = (
   "configs/base.yml base_num_decoder_layers=1 base_emb_dim=16 base_num_query_heads=2 base_num_kv_heads=1 "
   "base_mlp_dim=32 head_dim=8 dtype=float32 max_target_length=16 per_device_batch_size=2 num_slices=2 "
-  "devices_per_slice=1 log_config=false enable_report=false enable_tensorboard=false log_period=1000"
+  "devices_per_slice=1 enable_report=false services= log_period=1000"
 ).split()
 
 TAIL = 4096  # bytes that hold several records

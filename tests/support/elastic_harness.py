@@ -42,7 +42,7 @@ TINY = (
 )
 _ALWAYS = (
   f"elastic_enabled=true num_slices={NUM_SLICES} devices_per_slice=1 elastic_min_resize_interval_seconds=0 "
-  "log_config=false enable_report=false enable_tensorboard=false log_period=1000"
+  "enable_report=false services= log_period=1000"
 )
 
 

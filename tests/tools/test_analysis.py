@@ -14,8 +14,7 @@ from trainer.preflight import analysis
   "keys, expected",
   [
     ({}, [0, 0, 0, 0, 1, 1, 1, 1]),
-    ({"dcn_data_parallelism": 1, "dcn_fsdp_parallelism": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
-    ({"dcn_data_parallelism": 1, "dcn_tensor_parallelism": 2}, [0, 1, 0, 1, 0, 1, 0, 1]),
+    ({"dcn_fsdp_parallelism": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
   ],
 )
 def test_partitions_follow_the_mesh_on_devices_without_a_slice_index(keys, expected):

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from trainer.config.answers import tables
-from trainer.config.keys import all_keys
+from trainer.config.keys import accepted, all_keys
 from trainer.config.load import load
 from trainer.tools import from_maxtext
 
@@ -31,6 +31,9 @@ sliding_window_size: 0
 dropout_rate: 0.0
 ici_fsdp_parallelism: 16
 enable_goodput_recording: false
+dcn_data_parallelism: -1
+sharding_tolerance: 0.02
+matmul_precision: default
 monitor_goodput: true
 enable_data_shuffling: true
 metrics_file: ""
@@ -43,7 +46,7 @@ def test_keys_are_kept_renamed_or_left_out(tmp_path, capsys):
   printed = capsys.readouterr()
   kept = yaml.safe_load(printed.out)
   given = yaml.safe_load(GOOD)
-  ours = {"base_config", "learning_rate_final_fraction"} | (given.keys() & all_keys().keys())
+  ours = {"base_config", "learning_rate_final_fraction"} | (given.keys() & accepted().keys())
   assert kept.keys() == ours and kept["learning_rate_final_fraction"] == 0.05 and kept["num_slices"] == 0
   left = {line.split(":")[1].strip() for line in printed.err.splitlines()}
   assert all(line.startswith("left out: ") for line in printed.err.splitlines())
@@ -73,6 +76,7 @@ def test_what_becomes_of_an_activation(tmp_path, capsys, policy, custom):
     ("opt_type: adam_pax", "opt_type=adam_pax (FILE): opt_type has no such value"),
     ("no_such_key: 3", "no_such_key: =3: no such key is known"),
     ("model_name: gpt-oss-20b", "error: model_name=gpt-oss-20b"),
+    ("matmul_precision: highest", "Set the environment variable JAX_DEFAULT_MATMUL_PRECISION"),
     ("grad_dtype: bfloat16", "Gradients are summed in float32"),
   ],
 )

@@ -24,7 +24,7 @@ def config(**parallelism) -> Config:
     {
       "model": model,
       "data": {"max_target_length": T, "per_device_batch_size": 1},
-      "observe": {"sample_prompt": "def f(", "sample_tokens": 12},
+      "observe": {"sample_prompt": "def f("},
       "parallelism": parallelism,
     }
   )

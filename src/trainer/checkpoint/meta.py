@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
+from trainer.config import answers
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
-from trainer.config.schema import Config
+from trainer.config.schema import FOLLOWING, Config
 
 OPTIMIZER = "optimizer"  # in `identity`: {array: kind} of the state of an optimizer that a program has given
 
@@ -52,13 +53,17 @@ def check_config(
   # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
   defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
   before = defaults | saved["config"]
-  # A key that only one side has is no difference.
-  pairs = {key: (before[key], config[key]) for key in before if key in config}
+  # A key that only one side has is no difference, and what follows has no effect.
+  pairs = {key: (before[key], config[key]) for key in before if key in config and key not in FOLLOWING}
   pairs |= {key: (saved["identity"].get(key), identity.get(key)) for key in sorted({*saved["identity"], *identity})}
   differences = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
   if refused := {key: pair for key, pair in differences.items() if key in compared}:
     raise ConfigMismatch(_message(saved, refused, differences))
-  return [f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()]
+  gone = {key: answers.lost(key, str(before[key])) for key in before if key not in config}
+  return [
+    *(f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()),
+    *(f"{key}: {before[key]!r} in the checkpoint. {remedy}" for key, remedy in gone.items() if remedy),
+  ]
 
 
 def _message(

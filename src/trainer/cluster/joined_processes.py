@@ -79,11 +79,10 @@ def _check_port(address: str) -> None:
 def join(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
   """Joins jax.distributed if the environment names peers. Returns how many processes share the host devices. Raises
   ConfigError if the variables do not fit each other."""
-  heartbeat = cfg.jax_distributed_heartbeat_timeout_seconds
   if "," in environment.get("TPU_WORKER_HOSTNAMES", "") or "MEGASCALE_COORDINATOR_ADDRESS" in environment:
     # TPU hosts of one or several slices: jax finds the peers by itself.
     remedy = "Start the command on all hosts of the slices."
-    initialize("This host", "the other TPU hosts", remedy=remedy, heartbeat_timeout_seconds=heartbeat)
+    initialize("This host", "the other TPU hosts", remedy=remedy)
     return 1
   given = {name: environment[name] for name in _JAX if environment.get(name)}
   if not given:
@@ -113,7 +112,6 @@ def join(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
       num_processes=count,
       process_id=index_of_process,
       cluster_detection_method="deactivate",  # within Slurm it would leave each process only one GPU
-      heartbeat_timeout_seconds=heartbeat,
     )
   return count
 
@@ -133,7 +131,6 @@ def _join_slurm(cfg: ClusterSection, environment: Mapping[str, str]) -> int:
     _others(count),
     remedy=f"SLURM_NTASKS={count}: start all tasks with `srun python -m trainer ...`, and look at their logs. For one "
     "process, use `srun --ntasks=1`, or unset SLURM_NTASKS.",
-    heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
   )
   if _one_task_per_node(environment.get(_SLURM_TASKS_PER_NODE, "")):
     # JAX's detection has given this process the GPU with the number SLURM_LOCALID only.

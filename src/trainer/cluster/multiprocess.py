@@ -108,5 +108,4 @@ def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Plac
       num_processes=place.lanes,
       process_id=place.lane,
       cluster_detection_method="deactivate",  # within Slurm it would leave each process only one GPU
-      heartbeat_timeout_seconds=cfg.jax_distributed_heartbeat_timeout_seconds,
     )

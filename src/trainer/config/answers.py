@@ -16,6 +16,7 @@ import yaml
 # What an unknown value of a key may have been meant for.
 HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
 
+_OLDER = "of older versions"  # how `what` of a key ends that this program had
 # Values of MaxText that turn off what a key is about.
 _OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
@@ -52,10 +53,22 @@ def answer_for_value(name: str, value: str) -> str | None:
   return None
 
 
-def is_removed(name: str, value: str | None) -> bool:
-  """Whether `name` was a key and `value` its default, as config.yml of an older run has it: nothing is lost then."""
-  entry = _entries().get(name.replace("-", "_"), {})
-  return value is not None and value.lower() == entry.get("default")
+def says_nothing(name: str, value: str | None, *, recorded: bool) -> bool:
+  """Whether a run is the same without a name that is no key: a key of MaxText with the value of what is done anyway.
+
+  recorded: in a file with every key of an older version, also a key of it that does not change the numbers of the run.
+  """
+  entry = entry_of(name.replace("-", "_"))
+  if entry is None or value is None:
+    return False
+  dropped = recorded and entry["what"].endswith(_OLDER) and not changes_numbers(entry, value)
+  return dropped or value.lower() == entry.get("accepted")
+
+
+def lost(name: str, value: str) -> str:
+  """What to do about a key of older versions with a value that changed the numbers of the run; "" for others."""
+  entry = entry_of(name)
+  return entry["remedy"] if entry and entry["what"].endswith(_OLDER) and changes_numbers(entry, value) else ""
 
 
 def translated(name: str, value: str) -> str:

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 
 from trainer.config.document import literal
-from trainer.config.keys import all_keys
+from trainer.config.keys import all_fields, all_keys
 from trainer.config.schema import Config
 
 USAGE = """\
@@ -39,11 +39,14 @@ def help_text() -> str:
 
 
 def print_config(config: Config, origins: Mapping[str, str] | None = None) -> str:
-  """The resolved configuration as YAML. Loading this YAML gives the same configuration.
+  """The resolved configuration as YAML: every key, and other fields that differ from their default. Loading this YAML
+  gives the same configuration.
 
   origins: as of `load_with_origins`; with them, a comment after each value says where the value comes from.
   """
-  lines = {name: f"{name}: {literal(value)}" for name, value in config.flat().items()}
+  values, fields = config.flat(), all_fields()
+  told = [name for name in values if name in all_keys() or values[name] != fields[name].default]
+  lines = {name: f"{name}: {literal(values[name])}" for name in told}
   if origins is None:
     return "".join(f"{line}\n" for line in lines.values())
   return "".join(f"{line:<40}  # {_printable(origins.get(name, 'default'))}\n" for name, line in lines.items())

@@ -33,13 +33,17 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.co
 - **Precedence**, lowest first: the defaults below; the files that a YAML names in `base_config` (relative to the YAML);
   the YAML; the YAML of the model (`model_name`); the command line, where the last of several values wins.
 - **Models**: another value than the named model's for one of its keys is an error. With `override_model_config=true`
-  your value wins.
+  your value wins. The YAML of a model may also have values that are no keys of a run: `rope_low_freq_factor`,
+  `rope_high_freq_factor`, `rope_original_max_position_embeddings`, `decoder_sparse_step` (every so many layers one has
+  experts) and `mlp_only_layers` (layers without experts, counted from 0 and separated by commas).
 - **Disabled keys**: a value that disables other keys also removes those keys from lower-precedence files. For example,
   `eval_steps=0` removes the `eval_interval` of a YAML. The keys of a feature that is turned off
   (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`) may stay.
 - **Files**: a relative path of a config file starts in the current folder, then in the package, so
   `configs/quickstart.yml` names the same file everywhere.
 - **Names**: keys are flat. On the command line `section.key=value`, `--key=value` and `-` for `_` are accepted too.
+  MaxText's `dcn_data_parallelism` and `ici_data_parallelism` are accepted where they say what follows from the devices
+  and the other sizes.
 - **Values** are text until they meet their key: `1e-3` is a number, `none` is a word, and the text after the first `=`
   needs no YAML quotes. `None` for a key that may be empty means empty.
 - **Errors**: all independent mistakes are reported at once, each with the value, the rule and the remedy. The program

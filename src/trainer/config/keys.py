@@ -10,15 +10,22 @@ import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, Literal, get_args, get_origin
 
 from trainer.config import answers
 from trainer.config.errors import ConfigError, did_you_mean, shorten
-from trainer.config.schema import ACTIVATIONS, Config, PreflightOptions
+from trainer.config.schema import ACTIVATIONS, FOLLOWING, MODEL_VALUES, Config, PreflightOptions
 
 Scalar = bool | int | float | str
+# MaxText's switch -> the entry of `services` that it turns on or off.
+SWITCHES = {
+  "enable_tensorboard": "tensorboard",
+  "enable_goodput_recording": "goodput",
+  "gcs_metrics": "gcs_metrics",
+  "enable_checkpoint_cloud_logger": "checkpoint_logger",
+}
 
 
 @dataclass(frozen=True)
@@ -65,8 +72,22 @@ class Given:
 
 @functools.cache
 def all_keys() -> dict[str, Key]:
-  """Every key by name, in schema order."""
+  """Every key of a run by name, in schema order."""
+  return {name: key for name, key in all_fields().items() if name not in MODEL_VALUES | FOLLOWING}
+
+
+@functools.cache
+def all_fields() -> dict[str, Key]:
+  """The keys, and the other fields of a configuration: MODEL_VALUES and FOLLOWING."""
   return _table({name: field.annotation for name, field in Config.model_fields.items()})
+
+
+@functools.cache
+def accepted() -> dict[str, Key]:
+  """The names that a run's YAML or command line may have: the keys, and those of MaxText that mean something here."""
+  switch = Key("", "", bool, (), False, "", ())
+  fields = {name: key for name, key in all_fields().items() if name not in MODEL_VALUES}
+  return fields | {name: replace(switch, name=name) for name in SWITCHES}
 
 
 def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
@@ -127,26 +148,33 @@ def as_key(name: str, text: str | None) -> tuple[str, str | None]:
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or one of another program for which there is a prepared answer."""
   spelled = as_key(name.replace("-", "_"), None)[0]
-  return spelled in all_keys() or answers.entry_of(spelled) is not None
+  return spelled in all_fields() or spelled in SWITCHES or answers.entry_of(spelled) is not None
 
 
-def resolve(name: str, origin: str) -> Key:
+def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
   """The key with this name; `section.key`, `section.rest` for a key `section_rest`, and - for _ are accepted too.
 
-  Raises ConfigError for any other name.
+  of_model: in a file that may have MODEL_VALUES. Raises ConfigError for any other name.
   """
-  keys = all_keys()
+  keys = accepted()
   spelled = name.replace("-", "_")
+  if (plain := spelled.removeprefix("model.")) in MODEL_VALUES:
+    if of_model:
+      return all_fields()[plain]
+    raise ConfigError(
+      f"{name} ({origin}): this is a value of a model, not a key of a run.\n"
+      "Write it in a YAML with all values of the model, and give that as model_name=FILE.yml."
+    )
   section, dot, rest = spelled.partition(".")
   if spelled in keys:
     return keys[spelled]
-  if dot and rest in keys and keys[rest].section == section:
+  if dot and rest in keys and keys[rest].section in (section, ""):
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
   if entry := answers.entry_of(spelled):
     raise ConfigError(f"{name} ({origin}): this is {entry['what']}, not of this program.\n{entry['remedy']}")
-  hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), keys)
+  hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), all_keys())
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."
   )

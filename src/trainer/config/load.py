@@ -15,10 +15,10 @@ from pathlib import Path
 
 from input_pipeline import folders
 from trainer.config import files, paths, validate
-from trainer.config.answers import is_removed
+from trainer.config.answers import says_nothing
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
-from trainer.config.keys import Given, all_keys, as_key, convert, is_answered, resolve
-from trainer.config.schema import Config, ModelSection
+from trainer.config.keys import SWITCHES, Given, all_fields, all_keys, as_key, convert, is_answered, resolve
+from trainer.config.schema import MODEL_VALUES, Config, ModelSection, listed
 
 USAGE = "Usage: python -m trainer CONFIG.yml key=value ..."
 
@@ -48,13 +48,14 @@ def load_with_origins(
   if not given.get("run_name", Given("", "")).value:
     given["run_name"] = Given(path.stem, "the config file's name")
   given |= _tokenizer_of_parameters(given)
+  given |= _services(given)
   config = _build(given)
   problems = Problems()
   validate.check(config, problems)
   if check_paths:
     paths.check(config, problems)
   problems.raise_any()
-  return config, {name: re.sub(r" line (\d+)$", r":\1", given[name].origin) for name in all_keys() if name in given}
+  return config, {name: re.sub(r" line (\d+)$", r":\1", given[name].origin) for name in all_fields() if name in given}
 
 
 def _read(argv: Sequence[str], repeats: bool) -> tuple[Path, dict[str, Given]]:
@@ -92,7 +93,7 @@ def _command_line(argv: Sequence[str], problems: Problems, repeats: bool) -> dic
         raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
       if not name or not (equals or argument.startswith("-") or is_answered(name)):
         raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
-      if is_removed(name, text):
+      if says_nothing(name, text, recorded=False):
         continue
       name, text = as_key(name, text)
       key = resolve(name, "command line")
@@ -117,33 +118,35 @@ def _detached(left: list[str]) -> str | None:
   return left.pop(0).lstrip("=")
 
 
-def _read_with_parents(path: Path, children: tuple[Path, ...]) -> dict[str, Given]:
-  """The values of a YAML file over those of its base_config, which may have a base_config too."""
+def _read_with_parents(path: Path, children: tuple[Path, ...], *, of_model: bool = False) -> dict[str, Given]:
+  """The values of a YAML file over those of its base_config, which may have a base_config too. of_model: the file that
+  model_name names."""
   if path.resolve() in children:
     raise ConfigError(f"{files.shown(path)}: its base_config leads back to itself.\nRemove a base_config line.")
   raw = files.read_yaml(path)
   parent, _ = raw.pop(files.PARENT_KEY, ("", ""))
   problems = Problems()
   values: dict[str, Given] = {}
-  entries = _typed(raw, problems)
+  # base.yml, an edited copy of it, and config.yml of a run list every model key.
+  is_table = ModelSection.model_fields.keys() - MODEL_VALUES <= raw.keys()
+  entries = _typed(raw, problems, of_model=of_model, recorded=is_table)
   with problems.collect():
     if parent is None:
       raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
     if parent:
       folders = [path.parent, files.package_root() / "configs"]
-      values = _read_with_parents(files.find(parent, folders, "base_config"), (*children, path.resolve()))
+      parent_file = files.find(parent, folders, "base_config")
+      values = _read_with_parents(parent_file, (*children, path.resolve()), of_model=of_model)
   problems.raise_any()
-  # base.yml, or an edited copy of it, lists every model key: a default that it repeats is not a choice of the user.
-  is_table = ModelSection.model_fields.keys() <= entries.keys() and not _is_resolved(entries, path, children)
-  for name, value in entries.items():
-    repeats_default = is_table and value.value == all_keys()[name].default
-    entries[name] = replace(value, explicit=not repeats_default)
+  if is_table and not _is_resolved(entries, path, children):  # a default that it repeats is not a choice of the user
+    repeats = lambda name, value: name in all_fields() and value.value == all_fields()[name].default
+    entries = {name: replace(value, explicit=not repeats(name, value)) for name, value in entries.items()}
   return _over(_without_useless(values, entries), entries)
 
 
 def _over(lower: dict[str, Given], higher: dict[str, Given]) -> dict[str, Given]:
   """`lower` with the values of `higher`, which has precedence. For custom_remat this holds for each activation."""
-  values = lower | higher
+  values = {name: value for name, value in lower.items() if name not in SWITCHES or "services" not in higher} | higher
   if (name := "custom_remat") in lower.keys() & higher.keys():
     values[name] = replace(higher[name], value=f"{lower[name].value},{higher[name].value}")
   return values
@@ -173,22 +176,24 @@ def _is_resolved(entries: dict[str, Given], path: Path, children: tuple[Path, ..
   if not entries["override_model_config"].value or entries["model_name"].value == "default":
     return False
   model_path = _find_model(str(entries["model_name"].value), entries["model_name"].origin, path)
-  model = _read_with_parents(model_path, (*children, path.resolve()))
+  model = _read_with_parents(model_path, (*children, path.resolve()), of_model=True)
   models = {name: value.value for name, value in model.items() if name in entries}
-  return any(entries[name].value == value != all_keys()[name].default for name, value in models.items())
+  return any(entries[name].value == value != all_fields()[name].default for name, value in models.items())
 
 
-def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems) -> dict[str, Given]:
-  """The entries of a YAML file as values of their keys."""
+def _typed(
+  raw: dict[str, tuple[str | None, str]], problems: Problems, *, of_model: bool, recorded: bool
+) -> dict[str, Given]:
+  """The entries of a YAML file as values of their keys. of_model, recorded: the file of a model, or with every key."""
   values: dict[str, Given] = {}
   for name, (text, origin) in raw.items():
     with problems.collect():
-      if is_removed(name, text):
+      if says_nothing(name, text, recorded=recorded):
         continue
       given, (name, text) = name, as_key(name, text)
       if text is None and not is_answered(name):
         raise ConfigError(f"{origin}: {shorten(name)} holds a list or a mapping.\nKeys are flat: write `key: value`.")
-      key = resolve(name, origin)
+      key = resolve(name, origin, of_model=of_model or recorded)
       if text is None:
         raise ConfigError(
           f"{origin}: {key.name} holds a list or a mapping, and a key has one value.\n"
@@ -206,7 +211,7 @@ def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given
   if name == "default":
     return {}
   path = _find_model(name, given["model_name"].origin, config_path)
-  model = _read_with_parents(path, ())
+  model = _read_with_parents(path, (), of_model=True)
   allowed = ModelSection.model_fields.keys() - {"model_name", "override_model_config"}
   problems = Problems()
   problems.add(
@@ -249,6 +254,19 @@ def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
   return {}
 
 
+def _services(given: dict[str, Given]) -> dict[str, Given]:
+  """The key services after MaxText's switches, which are removed from `given`."""
+  if not (switches := {name: given.pop(name) for name in SWITCHES if name in given}):
+    return {}
+  default = all_keys()["services"].default
+  services = listed(str(given["services"].value if "services" in given else default))
+  for name, switch in switches.items():
+    services = [service for service in services if service != SWITCHES[name] or switch.value]
+    services += [SWITCHES[name]] * (bool(switch.value) and SWITCHES[name] not in services)
+  origin = ", ".join(f"{name}={str(switch.value).lower()} ({switch.origin})" for name, switch in switches.items())
+  return {"services": Given(",".join(services), origin)}
+
+
 def _find_model(name: str, origin: str, config_path: Path) -> Path:
   """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
@@ -269,7 +287,7 @@ def _build(given: dict[str, Given]) -> Config:
   """Config with `given` over the defaults. Every value has been converted and is within its range."""
   sections: dict[str, dict[str, object]] = {name: {} for name in Config.model_fields}
   for name, value in given.items():
-    sections[all_keys()[name].section][name] = value.value
+    sections[all_fields()[name].section][name] = value.value
   config = Config.model_validate(sections)
   # In one form: a table of MaxText's keys with their defaults is no choice.
   default, chosen = ModelSection().activations, config.model.activations

@@ -23,20 +23,17 @@ _EXTRA_OF = {"gs": "gcs", "s3": "s3"}
 # The files and folders of a run's folder.
 _RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
 _RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
-# Key that needs a package, the package, and the extra of this project that has it.
-_EXTRAS = (
-  ("enable_wandb", "wandb", "wandb"),
-  ("enable_trackio", "trackio", "trackio"),
-  ("enable_goodput_recording", "ml_goodput_measurement", "goodput"),
-  ("eval_tasks", "lm_eval", "lm_eval"),
-)
+# Service that needs a package: the package. The extra of this project that has it has the service's name.
+_PACKAGES = {"wandb": "wandb", "trackio": "trackio", "goodput": "ml_goodput_measurement"}
 
 
 def extras(observe: ObserveSection) -> Iterator[tuple[str, str, str]]:
   """(key=value, package, extra) of each key whose value needs a package of an extra."""
-  for key, package, extra in _EXTRAS:
-    if value := getattr(observe, key):
-      yield f"{key}={'true' if value is True else value}", package, extra
+  for service, package in _PACKAGES.items():
+    if observe.sends_to(service):
+      yield f"services={service}", package, service
+  if observe.eval_tasks:
+    yield f"eval_tasks={observe.eval_tasks}", "lm_eval", "lm_eval"
 
 
 def check(config: Config, problems: Problems) -> None:
@@ -110,12 +107,6 @@ def _check_eval_sets(config: Config, problems: Problems) -> None:
     sets = mixture.read_eval_sets(config.data)
     for name, section in sets.items():
       _check_part(f"set {name} of eval_sets", section, problems)
-    main = config.observe.eval_main_set
-    if main and main not in (*sets, mixture.EVAL_DATA):
-      raise ConfigError(
-        f"eval_main_set={shorten(main)}: eval_sets={config.data.eval_sets} has no such set.\n"
-        f"Choose one of {', '.join([*sets, mixture.EVAL_DATA])}."
-      )
 
 
 def _check_part(name: str, data: DataOptions, problems: Problems) -> None:

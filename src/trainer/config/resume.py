@@ -19,7 +19,7 @@ CHANGES_MODEL = frozenset({
   "normalization_layer_epsilon", "rope_max_timescale", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
   "rope_high_freq_factor", "rope_original_max_position_embeddings", "initializer_range", "init_weights_seed", "dtype",
   "num_experts_per_tok", "norm_topk_prob",
-  "weight_dtype", "matmul_precision", "quantization", "mu_dtype",
+  "weight_dtype", "quantization", "mu_dtype",
 })  # fmt: skip
 
 # The examples of each step.
@@ -54,11 +54,11 @@ JUDGED_BY = {
 # learning rate, schedule, decay, clipping. The resume logs a change of these keys and continues.
 FREE = frozenset({
   "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention", "scan_layers",
-  "scan_unroll", "remat_policy", "custom_remat", "dataset_cache_directory", "eval_sets", "learning_rate",
+  "remat_policy", "custom_remat", "dataset_cache_directory", "eval_sets", "learning_rate",
   "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
-  "wsd_decay_steps_fraction", "wsd_decay_style", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
-  "weight_decay_mask", "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "num_vocab_tiling",
-  "max_nonfinite_steps", "load_balance_loss_weight",
+  "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
+  "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "max_nonfinite_steps",
+  "load_balance_loss_weight",
 })  # fmt: skip
 
 # The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.

@@ -42,10 +42,14 @@ def web_address(key: str, url: str) -> Iterator[str]:
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
   """The sizes of a group ("dcn": across slices, "ici": inside one) by key; -1 means "fill".
 
-  "ici" has ici_expert_parallelism besides AXES: the devices that share experts belong to the axis fsdp.
+  "ici" has ici_expert_parallelism besides AXES: the devices that share experts belong to the axis fsdp. "dcn" has only
+  data and fsdp.
   """
-  keys = [f"{group}_{axis}_parallelism" for axis in AXES] + ["ici_expert_parallelism"] * (group == "ici")
-  return {key: getattr(parallelism, key) for key in keys}
+  axes = {"dcn": AXES[:2], "ici": (*AXES, "expert")}[group]
+  data, *others = (f"{group}_{axis}_parallelism" for axis in axes)
+  sizes = {key: getattr(parallelism, key) for key in others}
+  replicas = getattr(parallelism, data)
+  return {data: 1 if replicas == -1 in sizes.values() else replicas} | sizes
 
 
 def of_one_process(elastic: ElasticSection) -> Iterator[str]:
@@ -53,7 +57,6 @@ def of_one_process(elastic: ElasticSection) -> Iterator[str]:
   for name, reason in (
     ("snapshot_period", "a slice gets the state from another slice, so no snapshots are taken"),
     ("elastic_backup_kind", "a slice gets the state from another slice, so no snapshots are taken"),
-    ("elastic_hang_check_seconds", "the supervisor of the run notices hangs, by the times of earlier steps"),
   ):
     default = type(elastic).model_fields[name].default
     if (value := getattr(elastic, name)) != default:
@@ -69,6 +72,12 @@ def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:
     yield f"{name}=0: must be a positive size, or -1 to fill.\nUse 1 for an unused axis."
   if len(filled) > 1:
     yield f"{' and '.join(filled)} are -1: only one size of a group can be filled.\nSet the others."
+  data = f"{group}_data_parallelism"
+  if filled and sizes[data] > 1:
+    yield (
+      f"{data}={sizes[data]}: {filled[0]}=-1 takes the rest, and leaves no replicas.\n"
+      f"Give {filled[0]} a size, and remove {data}, which follows."
+    )
   if zeros or len(filled) > 1 or total == 0:
     return
   product = math.prod(size for size in sizes.values() if size > 0)
@@ -78,7 +87,7 @@ def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:
   there = counted(total, "slice") if group == "dcn" else f"{counted(total, 'device')} per slice"
   yield (
     f"{written or f'every {group}_* size is 1'}: the product {product} must {'divide' if filled else 'equal'} the "
-    f"{there}.\nChange the sizes, or set one to -1 to fill."
+    f"{there}.\nChange the sizes{'' if filled else f', or remove {data}, which follows'}."
   )
 
 
@@ -97,7 +106,7 @@ def splits(name: str, size: int, axis: str, ways: int, *, scaled: bool = False) 
     note = " (after global_parameter_scale)" if scaled else ""
     yield (
       f"{name}={size}{note}: does not split over the {ways} ways of the {axis} axis.\n"
-      f"Choose ici_{axis}_parallelism and dcn_{axis}_parallelism so that the axis divides {size}."
+      f"Choose ici_{axis}_parallelism so that the axis divides {size}."
     )
 
 

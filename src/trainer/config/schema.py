@@ -17,6 +17,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from input_pipeline.options import DataOptions
 
+SERVICES = ("tensorboard", "wandb", "trackio", "goodput", "gcs_metrics", "checkpoint_logger")
+# Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
+# a run with such a model.
+MODEL_VALUES = frozenset({
+  "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings", "decoder_sparse_step",
+  "mlp_only_layers",
+})  # fmt: skip
+# What MaxText's users write, although it follows: a value that does not follow is refused.
+FOLLOWING = frozenset({"dcn_data_parallelism", "ici_data_parallelism"})
 # Activations of a layer that remat_policy=custom can keep, with MaxText's names.
 ACTIVATIONS = (
   *("decoder_layer_input", "query_proj", "key_proj", "value_proj", "context"),
@@ -29,6 +38,11 @@ NonNegative = Annotated[int, Field(ge=0, le=2**31 - 1)]
 Devices = Annotated[int, Field(ge=0, le=1_000_000)]
 Heads = Annotated[int, Field(ge=1, le=2**13)]
 Parallelism = Annotated[int, Field(ge=-1, le=1_000_000)]
+
+
+def listed(text: str) -> list[str]:
+  """The entries of a comma-separated list."""
+  return [entry.strip() for entry in text.split(",") if entry.strip()]
 
 
 class Section(BaseModel):
@@ -79,8 +93,6 @@ class RunSection(Section):
   run, local, gs:// or s3://. The optimizer and the schedule are fresh. The tokenizer there serves the data, with the
   bos_token and eos_token of its run, unless tokenizer_type or tokenizer_path is given. A run that resumes ignores it.
   Empty: random parameters."""
-  log_config: bool = True
-  """Print the keys that differ from their defaults at the start. All keys are in {run}/config.yml."""
   jax_cache_dir: str = "~/.cache/trainer/jax"
   """Folder of the persistent compilation cache. Empty: no cache."""
   compile_xla_flags: str = ""
@@ -168,8 +180,6 @@ class ModelSection(Section):
   weight_dtype: Literal["float32", "bfloat16"] = "float32"
   """Type in which matrices and tables are stored. Scales of norms are float32. A bfloat16 weight does not change by
   updates smaller than 1/512 of its value."""
-  matmul_precision: Literal["default", "high", "highest"] = "default"
-  """Precision of JAX matmuls."""
   quantization: Literal["", "int8", "fp8", "fp8_full"] = ""
   """Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2
   gradients. Weights are stored in weight_dtype. With experts: on CPUs only. Empty: no quantization."""
@@ -178,8 +188,6 @@ class ModelSection(Section):
   autoselected is flash where the kernel supports the sizes, else dot_product."""
   scan_layers: bool = True
   """Stack the layers and scan over them. Compile time is then independent of the number of layers."""
-  scan_unroll: Positive = 1
-  """Layers per iteration of the scan. Must divide the number of layers."""
   remat_policy: RematPolicy = RematPolicy.FULL
   """Which activations of a layer are kept for the backward pass. The others are recomputed. auto: chosen once for the
   run, on TPUs the fastest that fits by the estimate of preflight. Policies compute the same function, but do not give
@@ -238,14 +246,13 @@ class ModelSection(Section):
   @property
   def activations(self) -> dict[str, str]:
     """{activation: what custom_remat says of it}; the last entry of a name counts."""
-    entries = (entry.partition("=") for entry in self.custom_remat.split(",") if entry.strip())
+    entries = (entry.partition("=") for entry in listed(self.custom_remat))
     return {"decoder_layer_input": "device"} | {name.strip(): choice.strip() for name, _, choice in entries}
 
   @property
   def dense_layers(self) -> list[int]:
     """The layers that mlp_only_layers lists; -1 for each text there that is not a number of at most nine digits."""
-    texts = [text.strip() for text in self.mlp_only_layers.split(",") if text.strip()]
-    return [int(text) if re.fullmatch("[0-9]{1,9}", text) else -1 for text in texts]
+    return [int(text) if re.fullmatch("[0-9]{1,9}", text) else -1 for text in listed(self.mlp_only_layers)]
 
   @property
   def num_decoder_layers(self) -> int:
@@ -267,19 +274,15 @@ class DataSection(DataOptions):
 
 class ParallelismSection(Section):
   """The device mesh. Its axes are data, fsdp, tensor and context; the devices that share experts are a part of fsdp.
-  Each axis has a size across slices (dcn_*) and a size inside a slice (ici_*). One size of each group may be -1: it is
-  computed from the number of devices."""
+  An axis has a size inside a slice (ici_*); fsdp also has one across slices (dcn_*). One size of each group may be -1:
+  it is computed from the number of devices. What the sizes leave of the devices and slices are replicas (data)."""
 
   dcn_data_parallelism: Parallelism = -1
-  """Replicas across slices."""
+  """Replicas across slices: the slices that dcn_fsdp_parallelism leaves. -1 follows them."""
   dcn_fsdp_parallelism: Parallelism = 1
   """Sharding of parameters across slices. Must be 1 with elastic_enabled: every slice must hold the whole state."""
-  dcn_tensor_parallelism: Parallelism = 1
-  """Tensor parallelism across slices. Must be 1 with elastic_enabled."""
-  dcn_context_parallelism: Parallelism = 1
-  """Sharding of the sequence across slices. Must be 1 with elastic_enabled."""
-  ici_data_parallelism: Parallelism = 1
-  """Replicas inside a slice."""
+  ici_data_parallelism: Parallelism = -1
+  """Replicas inside a slice: the devices that the other sizes leave. -1 follows them."""
   ici_fsdp_parallelism: Parallelism = -1
   """Sharding of parameters and batch inside a slice."""
   ici_expert_parallelism: int = Field(1, ge=1, le=2**12)
@@ -290,8 +293,6 @@ class ParallelismSection(Section):
   ici_context_parallelism: Parallelism = 1
   """Sharding of the sequence inside a slice. On TPUs all devices have as much causal attention; on GPUs and CPUs
   attention also computes the scores that the causal mask removes."""
-  sharding_tolerance: Fraction = 0.02
-  """Largest share of the parameters that may be replicated on all devices of a slice. A larger share is an error."""
 
 
 class OptimizerSection(Section):
@@ -312,8 +313,6 @@ class OptimizerSection(Section):
   """Learning rate at the end of the schedule, as a share of learning_rate."""
   wsd_decay_steps_fraction: Fraction = 0.1
   """lr_schedule_type=wsd: share of the schedule, at its end, in which the learning rate decays."""
-  wsd_decay_style: Literal["linear", "cosine"] = "linear"
-  """lr_schedule_type=wsd: shape of the decay."""
   adam_b1: Fraction = 0.9
   """Decay rate of the first moment of adamw; momentum of muon and sgd."""
   adam_b2: Fraction = 0.95
@@ -322,8 +321,6 @@ class OptimizerSection(Section):
   """Added to the square root of the second moment."""
   adam_weight_decay: float = Field(0.1, ge=0, le=1000)
   """Decoupled weight decay of every optimizer."""
-  weight_decay_mask: Literal["matrices", "all"] = "matrices"
-  """Weights that decay. matrices: all but norms, biases and embeddings (a tied head is an embedding)."""
   mu_dtype: Literal["", "float32", "bfloat16"] = ""
   """Type of the first moment. Empty: weight_dtype. The rest of the optimizer's state is float32."""
   gradient_clipping_threshold: float = Field(1.0, ge=0)
@@ -334,8 +331,6 @@ class OptimizerSection(Section):
   """Micro-batches per device and step on the full topology."""
   z_loss_multiplier: float = Field(0.0, ge=0, le=1000)
   """Weight of the squared log-partition function in the loss."""
-  num_vocab_tiling: NonNegative = 0
-  """Number of chunks of the sequence in which logits and loss are computed. 0: chosen automatically."""
   max_nonfinite_steps: NonNegative = 10
   """Consecutive steps with a non-finite loss or gradient that are skipped. One more stops the run."""
 
@@ -360,9 +355,6 @@ class CheckpointSection(Section):
   too. A multiple of checkpoint_period. 0: none."""
   enable_single_replica_ckpt_restoring: bool = False
   """Only one replica reads a checkpoint, and the others receive it over the network."""
-  enable_checkpoint_cloud_logger: bool = False
-  """Write structured records of save and restore times: to Cloud Logging if its library is installed, else to a JSONL
-  file in the run's folder."""
   enable_autocheckpoint: bool = True
   """On SIGTERM, SIGUSR1 or SIGHUP finish the step, save, commit, and exit with code 42."""
   autocheckpoint_grace_seconds: float = Field(25.0, gt=0, le=1e9)
@@ -408,10 +400,6 @@ class ElasticSection(Section):
   elastic_min_resize_interval_seconds: float = Field(30.0, ge=0, le=1e9)
   """Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and
   goes."""
-  elastic_hang_check_seconds: float = Field(60.0, ge=0, le=1e9)
-  """Check the health of the slices when a step takes longer than this number of seconds, and again at this interval;
-  already after max(5, 3 times the 99th percentile of the last steps) if that is less. 0: never. Not for slices as
-  separate processes, whose supervisor notices hangs."""
   snapshot_period: NonNegative = 0
   """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time. Not for slices as separate
   processes."""
@@ -437,39 +425,30 @@ class ClusterSection(Section):
   enable_single_controller and devices_per_slice are not needed then."""
   enable_single_controller: bool = False
   """One process controls all slices (Pathways, or one machine)."""
-  jax_distributed_heartbeat_timeout_seconds: int = Field(100, ge=1, le=1_000_000)
-  """Several processes: seconds without a sign of life after which a process is considered dead."""
 
 
 class ObserveSection(Section):
   """Logs, metrics, evaluation, profiles and the sample."""
 
   log_period: Positive = 1
-  """Steps between printed lines. With gcs_metrics also the number of steps in one metrics object."""
-  enable_tensorboard: bool = True
-  """Write TensorBoard event files to {run}/tensorboard."""
-  enable_wandb: bool = False
-  """Also send the numbers of every step to Weights & Biases (extra wandb). The run stays offline, in {run}/wandb,
-  without an API key or with WANDB_MODE=offline. WANDB_PROJECT and WANDB_NAME name it."""
-  enable_trackio: bool = False
-  """Also write the numbers of every step to trackio (extra trackio): SQLite files of this machine, or the server that
-  TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names."""
-  trackio_project_name: str = "trainer"
-  """Project in trackio."""
-  gcs_metrics: bool = False
-  """Also write one metrics object per log_period to {run}/metrics, for object stores, which cannot append to files."""
+  """Steps between printed lines. For the service gcs_metrics also the number of steps in one object."""
+  services: str = "tensorboard"
+  """Where the numbers of the run go besides metrics.jsonl, separated by commas. tensorboard: event files in
+  {run}/tensorboard. wandb: Weights & Biases (extra wandb); offline, in {run}/wandb, without an API key or with
+  WANDB_MODE=offline; WANDB_PROJECT and WANDB_NAME name the run. trackio: trackio (extra trackio), in SQLite files of
+  this machine, or the server that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names; TRACKIO_PROJECT names the project.
+  goodput: the run's events for Google's ml-goodput-measurement (extra goodput), in Cloud Logging, or without
+  credentials in {run}/goodput_records.jsonl. gcs_metrics: one object per log_period in {run}/metrics, for object
+  stores, which cannot append to files. checkpoint_logger: records of save and restore times, in Cloud Logging if its
+  library is installed, else in a JSONL file in the run's folder. Empty: none. MaxText's switches are accepted too:
+  enable_goodput_recording=true adds goodput to what files of lower precedence say."""
   enable_pathways_goodput: bool = False
   """At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."""
-  enable_goodput_recording: bool = False
-  """Record the run's events for Google's ml-goodput-measurement (extra goodput): in Cloud Logging, or without
-  credentials in {run}/goodput_records.jsonl."""
   event_webhook_url: str = ""
   """Address (http:// or https://) that gets the JSON of each event of events.jsonl by POST, once. A receiver that does
   not answer costs events and no step. Empty: no webhook."""
   enable_report: bool = True
   """Write report.html and loss.png at the end."""
-  chip_hour_price: float = Field(0.0, ge=0, le=1e9)
-  """Price of one chip for one hour, in any currency. The report then shows what each event cost. 0: no prices."""
   profiler: Literal["", "xplane"] = ""
   """Record a profile of each attempt to {run}/profile/PROCESS-ATTEMPT."""
   skip_first_n_steps_for_profiler: NonNegative = 1
@@ -484,20 +463,17 @@ class ObserveSection(Section):
   """Steps between evaluations. -1: only at the end, if there is evaluation data."""
   eval_steps: NonNegative = 8
   """Batches per evaluation of a set. 0: no evaluation."""
-  eval_main_set: str = ""
-  """Name of the set of eval_sets whose loss is recorded as eval_loss, and used by target_eval_loss and
-  checkpoint_keep_best. Empty: the evaluation data of the other keys, or else the first set."""
   target_eval_loss: float = Field(0.0, ge=0, le=1e9)
   """The run is complete at the first evaluation with this eval_loss or a lower one. 0: never."""
   eval_tasks: str = ""
   """Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device of each process
-  (extra lm_eval)."""
-  eval_tasks_path: str = ""
-  """Local folder with the YAMLs of eval_tasks that lm_eval does not have."""
+  (extra lm_eval). DIR/NAME: a task whose YAML is in the local folder DIR."""
   sample_prompt: str = ""
-  """Text that the trained model continues at the end. Empty: no sample."""
-  sample_tokens: int = Field(64, ge=1, le=1_000_000)
-  """Number of tokens of the sample."""
+  """Text that the trained model continues at the end, for 64 tokens. Empty: no sample."""
+
+  def sends_to(self, service: str) -> bool:
+    """Whether `services` has this entry."""
+    return service in listed(self.services)
 
 
 class PreflightOptions(Section):
@@ -520,7 +496,7 @@ class PreflightOptions(Section):
 
 
 class Config(Section):
-  """The resolved configuration: one attribute per section, and `flat()` for all keys."""
+  """The resolved configuration: one attribute per section, and `flat()` for all fields."""
 
   run: RunSection = RunSection()
   model: ModelSection = ModelSection()
@@ -533,7 +509,7 @@ class Config(Section):
   observe: ObserveSection = ObserveSection()
 
   def flat(self) -> dict[str, bool | int | float | str]:
-    """All keys in schema order, with their values as YAML scalars."""
+    """All fields in schema order, with their values as YAML scalars."""
     return {key: value for section in self.model_dump(mode="json").values() for key, value in section.items()}
 
   def with_values(self, **values: Any) -> Config:

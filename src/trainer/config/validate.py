@@ -16,6 +16,7 @@ from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
   ACTIVATIONS,
+  SERVICES,
   CheckpointSection,
   ClusterSection,
   Config,
@@ -26,6 +27,7 @@ from trainer.config.schema import (
   OptimizerSection,
   ParallelismSection,
   Section,
+  listed,
 )
 
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of float32
@@ -39,7 +41,7 @@ _ROPE_SCALING = "rope_scaling_factor rope_low_freq_factor rope_high_freq_factor 
 EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("remat_policy", ("custom",), "custom_remat"),
   ("rope_type", ("llama3",), _ROPE_SCALING),
-  ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction wsd_decay_style"),
+  ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction"),
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_file_type"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_mixture_config_path"),
@@ -175,13 +177,6 @@ def _model(model: ModelSection) -> Iterator[str]:
     yield (f"head_dim={model.head_dim}: must be even, because RoPE rotates pairs of values.\nUse {model.head_dim + 1}.")
   yield from _custom_remat(model)
   yield from _experts(model)
-  if model.num_decoder_layers % model.scan_unroll:
-    yield (
-      f"scan_unroll={model.scan_unroll}: must divide the number of layers, {model.num_decoder_layers}.\n"
-      "Use scan_unroll=1."
-    )
-  if model.scan_unroll > 1 and not model.scan_layers:
-    yield f"scan_unroll={model.scan_unroll}: has no effect without scan_layers.\nUse scan_layers=true or scan_unroll=1."
   if model.rope_type == "llama3" and model.rope_high_freq_factor <= model.rope_low_freq_factor:
     yield (
       f"rope_high_freq_factor={model.rope_high_freq_factor:g}: must be above rope_low_freq_factor="
@@ -285,12 +280,12 @@ def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterS
     )
     return
   inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism
-  outer = parallelism.ici_data_parallelism, parallelism.ici_fsdp_parallelism, parallelism.ici_expert_parallelism
-  shards = math.prod(outer) if -1 in inner else devices // math.prod(inner)
+  sizes = rules.group_sizes(parallelism, "ici")
+  shards = math.prod(sizes.values()) // math.prod(inner) if -1 in inner else devices // math.prod(inner)
   if examples % shards:
     yield (
       f"per_device_batch_size={data.per_device_batch_size:g}: the {examples} examples of a slice do not split "
-      f"over ici_data x ici_fsdp x ici_expert = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
+      f"over replicas x ici_fsdp x ici_expert = {shards}.\nRaise per_device_batch_size, ici_tensor_parallelism or "
       "ici_context_parallelism."
     )
 
@@ -316,7 +311,7 @@ def _ways(parallelism: ParallelismSection, cluster: ClusterSection, axis: str) -
   ways = 1
   for group, total in (("dcn", cluster.num_slices), ("ici", cluster.devices_per_slice)):
     sizes = rules.group_sizes(parallelism, group)
-    size = sizes[f"{group}_{axis}_parallelism"]
+    size = sizes.get(f"{group}_{axis}_parallelism", 1)
     ways *= max(1, total // math.prod(s for s in sizes.values() if s > 0)) if size == -1 else size
   return ways * parallelism.ici_expert_parallelism if axis == "fsdp" else ways
 
@@ -367,7 +362,7 @@ def _elastic(
   if replicas != -1 and 0 < least < replicas:
     yield (
       f"dcn_data_parallelism={replicas}: fixes the slice count, so elastic_min_slice_count={least} could never work.\n"
-      "Use dcn_data_parallelism=-1, which follows the slices alive."
+      "Remove dcn_data_parallelism, which follows the slices alive."
     )
   if elastic.elastic_backup_kind == "checkpoint" and not checkpoint.enable_checkpointing:
     yield (
@@ -408,17 +403,14 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
       f"profiler={observe.profiler}: its {observe.profiler_steps} steps after "
       f"{observe.skip_first_n_steps_for_profiler} skipped ones do not fit in steps={steps}.\nUse fewer profiler_steps."
     )
-  if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", project := observe.trackio_project_name):
-    yield (
-      f"trackio_project_name={shorten(project)!r}: is not the name of a project.\n"
-      "Use 1 to 100 letters, digits, dots, hyphens and underscores."
-    )
+  for service in listed(observe.services):
+    if service not in SERVICES:
+      yield (
+        f"services={shorten(observe.services)}: {shorten(service)} is not one of {', '.join(SERVICES)}.\n"
+        f"{did_you_mean(service, SERVICES)}Write for example services=tensorboard,wandb, or services= for none."
+      )
   if observe.event_webhook_url:
     yield from rules.web_address("event_webhook_url", observe.event_webhook_url)
-  if observe.eval_tasks_path and not observe.eval_tasks:
-    yield f"eval_tasks_path={observe.eval_tasks_path}: has no effect without eval_tasks.\nSet it, or remove the path."
-  if observe.eval_main_set and not data.eval_sets:
-    yield f"eval_main_set={observe.eval_main_set}: has no effect without eval_sets.\nSet eval_sets, or remove it."
   if observe.eval_interval == 0:
     yield "eval_interval=0: must be a number of steps, or -1 for the end only.\nUse eval_steps=0 for no evaluation."
   held_out = data.dataset_type == "synthetic" or (data.dataset_type == "text" and data.eval_fraction > 0)

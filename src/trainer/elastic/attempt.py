@@ -13,10 +13,9 @@ from typing import Any, Literal, Protocol
 from trainer.cluster import Cluster, View
 from trainer.config.faults import Moment
 from trainer.config.schema import ElasticSection
-from trainer.elastic import batch_plan
+from trainer.elastic import batch_plan, hang
 from trainer.elastic.events import Event, Kind
 from trainer.elastic.faults import FaultInjector
-from trainer.elastic.hang import HangGuard
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.elastic.program_cache import ProgramCache, next_views
 from trainer.elastic.recovery import RecoveryLog
@@ -132,11 +131,11 @@ class ElasticRun:
     """This process joins a run that has had so many losses of slices."""
     self.down_events = down_events
 
-  def guard(self, view: View, late_after: Callable[[], float | None] = lambda: None) -> HangGuard:
+  def guard(self, view: View, late_after: Callable[[], float | None] = lambda: None) -> hang.HangGuard:
     """The waits of an attempt on `view`. late_after: seconds after which the work under way is late; None: unknown."""
-    seconds = self.cfg.elastic_hang_check_seconds if self.cfg.elastic_enabled else 0.0
+    seconds = hang.CHECK_SECONDS if self.cfg.elastic_enabled else 0.0
     cluster, log = self.session.cluster, self.session.log
-    return HangGuard(cluster, view, seconds, self.cfg.elastic_timeout_seconds, log, late_after)
+    return hang.HangGuard(cluster, view, seconds, self.cfg.elastic_timeout_seconds, log, late_after)
 
   def reached(self, moment: Moment, step: int) -> None:
     """`moment` of `step` has come: faults that are due happen now."""

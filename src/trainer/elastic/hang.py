@@ -12,6 +12,7 @@ from trainer.observe.log import Log
 from trainer.process.signals import StopRequested
 
 X = TypeVar("X")
+CHECK_SECONDS = 60.0  # without a result until the slices are asked, before the times of steps say when work is late
 _POLL_SECONDS = 0.1
 
 

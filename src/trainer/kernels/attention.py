@@ -67,8 +67,8 @@ def _tpu_flash(shape: Shape, reason: str) -> Attention:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ConfigError(
-      f"matmul_precision={shape.precision} with dtype={shape.dtype.name}: the flash kernel of TPUs supports "
-      "matmul_precision=default, or highest with dtype=float32. Set one of these, or attention=dot_product."
+      f"JAX_DEFAULT_MATMUL_PRECISION={shape.precision} with dtype={shape.dtype.name}: the flash kernel of TPUs has "
+      "only default, or highest with dtype=float32. Set one of these, or attention=dot_product."
     )
   # Imported here, because Pallas takes a second to import and only TPUs need it.
   from trainer.kernels import attention_tpu

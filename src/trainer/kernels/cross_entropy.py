@@ -29,7 +29,7 @@ def linear_cross_entropy(
   weights: jax.Array,
   *,
   z_loss: float,
-  num_chunks: int,
+  num_chunks: int = 0,
   valid_vocab: int | None = None,
   vocab_shards: int = 1,
   head_neighbours: int = 1,

@@ -167,7 +167,7 @@ class Decoder(nnx.Module):
     parts = jax.tree.map(lambda head: _split(head, L), totals["head"])
     if self.cfg.scan_layers:
       body = lambda x, layer: run_layer(self.layers, x, *layer)
-      x_BTD, parts = jax.lax.scan(body, x_BTD, (weights, totals["layers"], parts), unroll=self.cfg.scan_unroll)
+      x_BTD, parts = jax.lax.scan(body, x_BTD, (weights, totals["layers"], parts))
     else:
       done = []
       for i in range(L):

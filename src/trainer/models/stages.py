@@ -58,7 +58,7 @@ def forward(decoder: Decoder, x_BTD: jax.Array, positions: Sequence[jax.Array]) 
       x, derivative = jax.vjp(layer, x, weights)
       return x, Saved.of(derivative, (weights, positions))
 
-    return jax.lax.scan(one, x, weights, unroll=decoder.cfg.scan_unroll)
+    return jax.lax.scan(one, x, weights)
 
   return in_parts_over_fsdp(run, *decoder.layer_weights(), (x_BTD, *positions))
 
@@ -82,7 +82,7 @@ def backward(
       return dx, jax.tree.map(lambda grad: grad.astype(jnp.float32), grads)
 
     layers = first + jnp.arange(count, dtype=jnp.int32)
-    return jax.lax.scan(one, dx, layers, reverse=True, unroll=min(count, decoder.cfg.scan_unroll))
+    return jax.lax.scan(one, dx, layers, reverse=True)
 
   rows = (dx_BTD, *positions)
   return in_parts_over_fsdp(run, *decoder.layer_weights(), rows, saved, returns_grads=True)

@@ -16,9 +16,9 @@ Life of the process
   run_start     first record of a process: steps, num_slices, devices, devices_per_slice, platform, device_kind,
                 global_batch_size, tokens_per_step, parameters, flops_per_token, vocab_size, unigram_entropy (nats per
                 token or null), unigram_eval_loss (the same model's loss on the evaluation split, or null), config
-                (flat dict), origins (dict: where each key was given; absent: default), chip_hour_price, data (dict:
-                dataset, tokenizer, bos_token, eos_token, first_tokens, tokens, epochs), git_commit (or null), command,
-                host, versions (dict)
+                (flat dict), origins (dict: where each key was given; absent: default), data (dict: dataset,
+                tokenizer, bos_token, eos_token, first_tokens, tokens, epochs), git_commit (or null), command, host,
+                versions (dict)
   attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
   compile       seconds, what, cached (from the persistent cache), compilations, background

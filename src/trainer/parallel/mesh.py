@@ -27,8 +27,9 @@ def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, 
   require(rules.group_fits(sizes, group, devices))
   fill = devices // math.prod(size for size in sizes.values() if size != -1)
   filled = {name: fill if size == -1 else size for name, size in sizes.items()}
-  data, fsdp, tensor, context, *experts = filled.values()
-  return data, fsdp * math.prod(experts), tensor, context
+  data, fsdp, *inside = filled.values()
+  tensor, context, experts = inside or (1, 1, 1)
+  return data, fsdp * experts, tensor, context
 
 
 def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:

@@ -41,6 +41,7 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
 # context, every dim does: it splits activations first of all.
 OPTIONAL = frozenset({"vocab", "experts"})
 
+MOST_REPLICATED = 0.02  # share of the parameters that each device of a slice may hold
 _TILE_ROWS = 16  # of a TPU's memory tile, in bfloat16
 # Rows of the head on a device. A chunk of the loss has 96 MiB of logits: 1,024 tokens with this many rows. With fewer
 # tokens, adding to the gradient of the rows in memory takes longer than the matmul (v5e).
@@ -85,7 +86,7 @@ def parameter_spec(axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh, na
           continue
         raise ConfigError(
           f"Weight {name} {shape}: its dim '{axis}' of size {size} is sharded over mesh axis '{mesh_axis}' "
-          f"({parts} ways) and does not divide. Choose ici/dcn_{mesh_axis}_parallelism that divides {size}."
+          f"({parts} ways) and does not divide. Choose ici_{mesh_axis}_parallelism that divides {size}."
         )
       taken.append(mesh_axis)
     used.update(taken)
@@ -411,8 +412,8 @@ def num_shards(*axes: str) -> int:
   return 1 if mesh.empty else math.prod(mesh.shape[axis] for axis in axes)
 
 
-def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance: float) -> None:
-  """Raises ConfigError if every device of a slice holds more than the share `tolerance` of all parameters.
+def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]]) -> None:
+  """Raises ConfigError if every device of a slice holds more than MOST_REPLICATED of all parameters.
 
   weights: with their tree paths and shardings. The check applies only to a mesh that shards parameters. The most common
   cause is a dim that no rule covers.
@@ -424,9 +425,9 @@ def check_replication(weights: list[tuple[Any, jax.ShapeDtypeStruct]], tolerance
   total = sum(leaf.size for _, leaf in weights)
   replicated = [(jax.tree_util.keystr(path), w.size) for path, w in weights if w.sharding.is_fully_replicated]
   share = sum(size for _, size in replicated) / total
-  if share > tolerance:
+  if share > MOST_REPLICATED:
     worst = ", ".join(f"{name} ({size:,})" for name, size in sorted(replicated, key=lambda item: -item[1])[:3])
     raise ConfigError(
       f"{share:.1%} of the parameters would be replicated on each of {num_devices} devices, more than "
-      f"sharding_tolerance={tolerance:.1%}: {worst}. Choose parallelisms that divide them, or raise sharding_tolerance."
+      f"{MOST_REPLICATED:.1%}: {worst}. Choose parallelisms that divide them."
     )

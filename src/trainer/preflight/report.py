@@ -45,7 +45,7 @@ def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool)
     f"Checkpoint: {size(state_bytes)} of arrays, one copy of the whole state",
   ]
   if not whole:
-    return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_*_parallelism)"]
+    return [*lines, "Snapshot and ramdisk: none, because no slice holds the whole state (dcn_fsdp_parallelism)"]
   host_of = lambda device: device.process_index
   hosts = len({host_of(device) for device in slices[0]})
   by_rule = ramdisk_size.ramdisk_by_rule(parameters, hosts)
@@ -65,7 +65,7 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]
   if not fewer:
-    return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
+    return [f"Slices: these parallelisms need all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for alive in range(total, 0, -1):
     plan = program.batch_plan_of(config, slices[:alive], total)

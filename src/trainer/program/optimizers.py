@@ -150,7 +150,7 @@ def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Arr
     progress = jnp.clip((step - (total - decay)) / max(decay, 1), 0.0, 1.0)
     if cfg.lr_schedule_type == "constant":
       after = jnp.float32(peak)
-    elif cfg.lr_schedule_type == "cosine" or cfg.wsd_decay_style == "cosine":
+    elif cfg.lr_schedule_type == "cosine":
       after = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
     else:
       after = peak + (final - peak) * progress
@@ -200,9 +200,7 @@ def _in_float32(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 def _build(cfg: OptimizerSection, logical_axes: Any, mu_dtype: str) -> optax.GradientTransformation:
   is_axes = lambda x: isinstance(x, tuple)
-  # Loads and biases of routers count, and no gradient moves them: decay would change the counts.
-  decays = _is_matrix if cfg.weight_decay_mask == "matrices" else lambda axes: "load" not in axes
-  mask = jax.tree.map(decays, logical_axes, is_leaf=is_axes)
+  mask = jax.tree.map(_is_matrix, logical_axes, is_leaf=is_axes)
   decay = optax.add_decayed_weights(cfg.adam_weight_decay, mask)
   if cfg.opt_type == "adamw":
     adam = optax.scale_by_adam(b1=cfg.adam_b1, b2=cfg.adam_b2, eps=cfg.adam_eps, mu_dtype=mu_dtype)

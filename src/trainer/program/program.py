@@ -41,7 +41,7 @@ from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
 from trainer.program.optimizers import NOTHING_OWN, Own
-from trainer.program.share_sums import OneProgram, ShareSums, Stages, Traced
+from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
 from trainer.program.step import Rounds, Sums
 
@@ -250,7 +250,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
       num_q_heads=cfg.num_query_heads,
       num_kv_heads=cfg.num_kv_heads,
       dtype=jnp.dtype(cfg.dtype),
-      precision=cfg.matmul_precision,
+      precision=matmul_precision(),
     ),
   )
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
@@ -262,7 +262,6 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     lambda: jax.eval_shape(model.init, jax.random.key(0)),
     model.logical_axes(),
   )
-  precisely = functools.partial(_with_precision, cfg.matmul_precision)
   return Program(
     mesh=mesh,
     model=model,
@@ -271,12 +270,12 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     own=own,
     optimizer=optimizer,
     plan=plan,
-    state=state.abstract(model, optimizer, mesh, config.parallelism.sharding_tolerance),
+    state=state.abstract(model, optimizer, mesh),
     batch=tuple(step.abstract_batch(mesh, len(group), group[0].size, length) for group in plan.groups),
-    train_step=precisely(step.build_train_step(model, config.optimizer, optimizer, schedule, mesh)),
-    eval_step=precisely(step.build_eval_step(model, config.optimizer, mesh)),
-    share=_share(config, model, platform, precisely),
-    apply_sums=precisely(functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule)),
+    train_step=step.build_train_step(model, config.optimizer, optimizer, schedule, mesh),
+    eval_step=step.build_eval_step(model, config.optimizer, mesh),
+    share=_share(config, model, platform),
+    apply_sums=functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule),
     compiler_options=compiler_options(slices[0][0], cfg, compiler_flags.parse(config.run.compile_xla_flags)),
   )
 
@@ -362,13 +361,13 @@ def check_compiler_flags(config: Config, slices: Sequence[Sequence[Device]]) -> 
     ) from error
 
 
-def _share(config: Config, model: DecoderFunctions, platform: str, traced: Traced) -> OneProgram | Stages:
+def _share(config: Config, model: DecoderFunctions, platform: str) -> OneProgram | Stages:
   """Returns how a slice that is a JAX world of its own computes the sums of a share."""
   layers = config.model.num_decoder_layers
   stages = least_stages(layers, platform) if config.model.scan_layers else 1
   if stages == 1:
-    return OneProgram(traced(functools.partial(step.loss_and_grads, model, config.optimizer)))
-  return Stages.of(model, config.optimizer, layers, stages, traced)
+    return OneProgram(functools.partial(step.loss_and_grads, model, config.optimizer))
+  return Stages.of(model, config.optimizer, layers, stages)
 
 
 def least_stages(layers: int, platform: str) -> int:
@@ -376,15 +375,13 @@ def least_stages(layers: int, platform: str) -> int:
   return 1 if platform == "cpu" else min(_STAGES, layers)
 
 
-def _with_precision(precision: str, fn: Callable[..., Any]) -> Callable[..., Any]:
-  """Returns `fn`, traced with this JAX matmul precision."""
-
-  @functools.wraps(fn)
-  def traced(*args: Any) -> Any:
-    with jax.default_matmul_precision(precision):
-      return fn(*args)
-
-  return traced
+def matmul_precision() -> str:
+  """Returns JAX's matmul precision, which JAX_DEFAULT_MATMUL_PRECISION sets: default, high, highest or an algorithm."""
+  given = str(jax.config.jax_default_matmul_precision or "default")
+  try:
+    return jax.lax.Precision(given).name.lower()
+  except ValueError:  # such as BF16_BF16_F32
+    return given
 
 
 class Feed:

@@ -23,7 +23,6 @@ from trainer.program.step import Sums, head_losses, loss_and_grads
 from worlds.exchange import Part
 
 Scalars = tuple[jax.Array, jax.Array, jax.Array]  # loss, z_loss, weight: see Sums
-Traced = Callable[[Callable[..., Any]], Callable[..., Any]]  # changes how a function is traced
 
 
 class ShareSums:
@@ -160,16 +159,16 @@ class Stages:
   firsts: Sequence[int]
 
   @classmethod
-  def of(cls, model: DecoderFunctions, cfg: OptimizerSection, num_layers: int, least: int, traced: Traced) -> Stages:
+  def of(cls, model: DecoderFunctions, cfg: OptimizerSection, num_layers: int, least: int) -> Stages:
     """The programs of this model, whose layers are scanned, in at least `least` stages.
 
     All stages have as many layers, so that they are one program.
     """
     count = num_layers // next(n for n in range(least, num_layers + 1) if num_layers % n == 0)
     return cls(
-      traced(functools.partial(begin, model, cfg)),
-      traced(functools.partial(layers, model, count)),
-      traced(functools.partial(finish, model)),
+      functools.partial(begin, model, cfg),
+      functools.partial(layers, model, count),
+      functools.partial(finish, model),
       range(num_layers - count, -1, -count),
     )
 

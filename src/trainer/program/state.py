@@ -41,13 +41,11 @@ def with_params(optimizer: optax.GradientTransformation, params: Params) -> Trai
   return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
 
 
-def abstract(
-  model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh, tolerance: float
-) -> TrainState:
+def abstract(model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
   """Returns the state as ShapeDtypeStructs with their shardings on `mesh`.
 
-  Raises ConfigError if the size of a weight does not divide, or if more than the share `tolerance` of the parameters
-  would be replicated inside a slice.
+  Raises ConfigError if the size of a weight does not divide, or if too many parameters would be replicated inside a
+  slice.
   """
   shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
   map_with_path = jax.tree_util.tree_map_with_path
@@ -57,7 +55,7 @@ def abstract(
     return placed(leaf, sharding.parameter_spec(axes, leaf.shape, mesh, jax.tree_util.keystr(path)))
 
   weights = jax.tree_util.tree_leaves_with_path(map_with_path(place_weight, shapes.params, model.logical_axes()))
-  sharding.check_replication(weights, tolerance)
+  sharding.check_replication(weights)
   by_path = {_names(path): leaf for path, leaf in weights}
   by_shape: dict[tuple[int, ...], list[jax.ShapeDtypeStruct]] = {}
   for _, leaf in weights:

@@ -84,7 +84,6 @@ def head_losses(
       batch.targets,
       batch.weights,
       z_loss=cfg.z_loss_multiplier,
-      num_chunks=cfg.num_vocab_tiling,
       valid_vocab=vocab,
       vocab_shards=parts,
       head_neighbours=model.kernels.head_neighbours,

@@ -37,7 +37,7 @@ _ROW = np.dtype(
 # others it only shows.
 _NUMBER, _DICT, _TEXT = int | float | None, dict | None, str | None
 _TYPES: dict[str, Any] = {
-  **dict.fromkeys(("chip_hour_price", "devices", "num_slices", "parameters", "slices_after", "vocab_size"), _NUMBER),
+  **dict.fromkeys(("devices", "num_slices", "parameters", "slices_after", "vocab_size"), _NUMBER),
   **dict.fromkeys(("step", "step_after", "step_before", "steps", "steps_lost", "tokens_lost"), _NUMBER),
   **dict.fromkeys(("tokens_per_step", "unigram_entropy", "unigram_eval_loss"), _NUMBER),
   **dict.fromkeys(("config", "data", "origins", "versions"), _DICT),

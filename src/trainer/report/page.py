@@ -48,11 +48,10 @@ def write_or_warn(run_directory: str, log: Log, *, with_goodput: bool, with_page
     log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")
 
 
-def write(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> str:
+def write(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> str:
   """Writes report.html and loss.png into the run directory and returns the report's path.
 
-  goodput: the result of goodput.compute. chip_hour_price: None: as the run was configured. ConfigError if the run has
-  no completed step.
+  goodput: the result of goodput.compute. chip_hour_price: 0: no prices. ConfigError if the run has no completed step.
   """
   text, picture = body(run, goodput, chip_hour_price)
   files.write_bytes(run.directory, PICTURE_FILE, picture)
@@ -60,17 +59,16 @@ def write(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = Non
   return f"{run.directory.rstrip('/')}/{REPORT_FILE}"
 
 
-def body(run: Run, goodput: dict[str, Any], chip_hour_price: float | None = None) -> tuple[str, bytes]:
+def body(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tuple[str, bytes]:
   """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
   from trainer.report import hover, plots, style  # matplotlib: a second to import
 
   run.require_steps()
-  price = float(run.start.get("chip_hour_price") or 0.0) if chip_hour_price is None else chip_hour_price
   loss, speed, details = sections.captions(run, goodput)
   first, figure = hover.picture(loss, style.PAGE, plots.loss_over_steps, run)
   second, _ = hover.picture(speed, style.PAGE, plots.over_time, run, goodput)
   third, _ = hover.picture(details, style.PAGE, plots.details, run)
-  return sections_of(run, goodput, first + second + third, price), style.png(figure)
+  return sections_of(run, goodput, first + second + third, chip_hour_price), style.png(figure)
 
 
 def sections_of(run: Run, goodput: dict[str, Any], pictures: str, price: float) -> str:

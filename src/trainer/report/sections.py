@@ -170,7 +170,7 @@ def _incident(incident: Incident, price: float) -> str:
 
 def _price_note(run: Run, price: float) -> str:
   if not price:
-    return '<p class="sub">Set chip_hour_price to see the cost of each event in money.</p>'
+    return '<p class="sub">trainer.tools.report --chip-hour-price shows the cost of each event in money.</p>'
   chips = incidents_lib.num_chips(run)
   if not chips:
     return '<p class="sub">The devices of the run are not recorded: no costs.</p>'

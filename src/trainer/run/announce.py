@@ -55,8 +55,7 @@ def announce(
   copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
   for shortage in disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied):
     log.warning(shortage)
-  if config.run.log_config:
-    _print_config(config, log)
+  _print_config(config, origins, log)
   events.emit(
     "run_start",
     steps=config.run.steps,
@@ -75,7 +74,6 @@ def announce(
     unigram_eval_loss=data.train.unigram_eval_loss(),
     config=config.flat(),
     origins=dict(origins),
-    chip_hour_price=config.observe.chip_hour_price,
     **environment.describe(),
   )
 
@@ -119,13 +117,14 @@ def _losses_to_beat(data: RunData, vocab_size: int) -> list[str]:
   return [line if unigram_eval is None else f"{line} ({unigram_eval:.2f} in evaluation)"]
 
 
-def _print_config(config: Config, log: Log) -> None:
+def _print_config(config: Config, origins: Mapping[str, str], log: Log) -> None:
   """Prints the keys that differ from their default, and the file that will have all keys (see `Session.ready`)."""
   defaults = Config().flat()
   chosen = {key: value for key, value in config.flat().items() if value != defaults[key]}
   log.line(f"Configuration (differences from the defaults; {config.run_directory}/{CONFIG_FILE} has every key):")
   for key, value in chosen.items():
-    log.line(f"  {key}: {value}")
+    switch = f"  # {origins[key]}" if key == "services" and "=" in origins.get(key, "") else ""
+    log.line(f"  {key}: {value}{switch}")
 
 
 def _shares_line(config: Config, slices: int) -> list[str]:

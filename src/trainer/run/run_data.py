@@ -171,7 +171,7 @@ def open_data(
     yield RunData(
       train,
       evaluations,
-      _main_set(config, evaluations),
+      next(iter(evaluations), ""),
       global_batch_size,
       global_batch_size * config.data.max_target_length,
       # Read once: a save must not depend on whether the data can be read at that time.
@@ -179,14 +179,6 @@ def open_data(
       config.run.steps,
       "data" in resume.names(config.run.allow_config_change),
     )
-
-
-def _main_set(config: Config, evaluations: Mapping[str, Loader]) -> str:
-  """The set whose loss is eval_loss. Raises ConfigError if the run does not evaluate it."""
-  wanted = config.observe.eval_main_set or next(iter(evaluations), "")
-  if evaluations and wanted not in evaluations:
-    raise ConfigError(f"eval_main_set={wanted}: the run evaluates only {', '.join(evaluations)}. Choose one of them.")
-  return wanted
 
 
 def _evaluates(config: Config, train: Loader, note: Callable[[str], None]) -> bool:

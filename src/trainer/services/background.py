@@ -36,7 +36,7 @@ class BackgroundWriter:
   ) -> None:
     """open_destination: called in the thread, at the first write: imports of such libraries take seconds.
 
-    name, remedy: for the warning, such as `TensorBoard files` and `enable_tensorboard=false turns them off`.
+    name, remedy: for the warning, such as `TensorBoard files` and `services without tensorboard turns them off`.
     waits: whether `flush` waits. Else a process that resumes the run must add what is missing.
     """
     self._name, self._open, self._log, self._remedy = name, open_destination, log, remedy

@@ -1,4 +1,4 @@
-"""enable_checkpoint_cloud_logger: structured records of how long saves and restores took.
+"""services=checkpoint_logger: structured records of how long saves and restores took.
 
 Orbax reports every phase of a save or restore to jax.monitoring. Each report becomes one record, sent to Cloud Logging
 if its library is installed and has credentials, otherwise to {run}/checkpoint_timings.jsonl.

@@ -1,4 +1,4 @@
-"""enable_goodput_recording: the run's events for Google's ml-goodput-measurement, as MaxText records them.
+"""services=goodput: the run's events for Google's ml-goodput-measurement, as MaxText records them.
 
 The library keeps its records in Cloud Logging, in the log `goodput_{run_name}`. Without credentials they go to
 {run}/goodput_records.jsonl, and the library's calculators read them from there:

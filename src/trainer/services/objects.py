@@ -1,4 +1,4 @@
-"""gcs_metrics: the records of a run as immutable objects, for object stores, which cannot append to files."""
+"""services=gcs_metrics: the records of a run as immutable objects, for object stores, which cannot append to files."""
 
 from __future__ import annotations
 

@@ -52,13 +52,13 @@ class Services(Plugin):
       webhook = Webhook(url, run.log)
       stack.callback(webhook.close)
       run.events.subscribe(webhook.put, webhook.flush)
-    if observe.enable_goodput_recording:
+    if observe.sends_to("goodput"):
       begin = functools.partial(GoodputRecording, directory, name, run.log)
       writer = BackgroundWriter("records of goodput", begin, run.log, "training goes on", waits=False)
       stack.callback(writer.join)
       stack.callback(writer.close, None)
       run.events.subscribe(lambda record: writer.put(lambda recording: recording.record(record)))
-    if run.config.checkpoint.enable_checkpoint_cloud_logger and run.cluster.coordination.is_primary:
+    if observe.sends_to("checkpoint_logger") and run.cluster.coordination.is_primary:
       from trainer.services.cloud_logger import CheckpointTimings
 
       stack.enter_context(CheckpointTimings(directory, name, run.log))
@@ -72,17 +72,17 @@ class Services(Plugin):
 def recorders(directory: str, cfg: ObserveSection, process: str, log: Log, run: ServiceRun) -> Iterator[Recorder]:
   """One for each destination that `cfg` asks for. Its library is imported at the first write. process: in the names of
   files, so that two processes never write the same one."""
-  if cfg.enable_tensorboard:
+  if cfg.sends_to("tensorboard"):
     board = functools.partial(TensorBoard, f"{directory}/tensorboard", process)
-    remedy = "enable_tensorboard=false turns them off"
+    remedy = "services without tensorboard turns them off"
     yield Numbers(BackgroundWriter("TensorBoard files", board, log, remedy, waits=True))
-  if cfg.gcs_metrics:
+  if cfg.sends_to("gcs_metrics"):
     yield MetricsObjects(f"{directory}/metrics", cfg.log_period, log)
   begins: dict[str, Callable[[], Service]] = {}
-  if cfg.enable_wandb:
+  if cfg.sends_to("wandb"):
     begins["wandb"] = functools.partial(WandbRun, directory, run, log)
-  if cfg.enable_trackio:
-    begins["trackio"] = functools.partial(TrackioRun, cfg, run, log)
+  if cfg.sends_to("trackio"):
+    begins["trackio"] = functools.partial(TrackioRun, run, log)
   for name, begin in begins.items():
     once = functools.partial(EachStepOnce, begin, functools.partial(service_rows, directory))
     remedy = "training goes on; a process that resumes the run sends what is missing"

@@ -1,15 +1,15 @@
-"""enable_trackio: the run in trackio, which keeps runs in SQLite files on this machine (`trackio show` displays them).
+"""services=trackio: the run in trackio, which keeps runs in SQLite files of this machine (`trackio show` displays it).
 
 trackio's own environment variables decide where the files are (TRACKIO_DIR), or to which server the run goes instead
-(TRACKIO_SERVER_URL, TRACKIO_SPACE_ID).
+(TRACKIO_SERVER_URL, TRACKIO_SPACE_ID). TRACKIO_PROJECT names the project, as for Hugging Face's Trainer.
 """
 
 from __future__ import annotations
 
+import os
 import uuid
 from typing import Any
 
-from trainer.config.schema import ObserveSection
 from trainer.observe.log import Log
 from trainer.services.service import EVALUATED, ServiceRun
 
@@ -17,12 +17,12 @@ from trainer.services.service import EVALUATED, ServiceRun
 class TrackioRun:
   """A Service: the run's part of this process."""
 
-  def __init__(self, cfg: ObserveSection, run: ServiceRun, log: Log) -> None:
+  def __init__(self, run: ServiceRun, log: Log) -> None:
     """Begins or continues the run. Raises trackio's errors."""
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    project = cfg.trackio_project_name
+    project = os.environ.get("TRACKIO_PROJECT", "trainer")
     # trackio finds a run by its name: two runs in different folders may have the same one.
     name = f"{run.name}-{(run.id or uuid.uuid4().hex)[:6]}"
     self._run: Any = trackio.init(project, name=name, resume="allow", config=dict(run.config), embed=False)

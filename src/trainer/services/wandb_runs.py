@@ -1,4 +1,4 @@
-"""enable_wandb: the run in Weights & Biases, online, or offline for a later `wandb sync`.
+"""services=wandb: the run in Weights & Biases, online, or offline for a later `wandb sync`.
 
 wandb's own environment variables decide where the run goes (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_MODE)
 and name it (WANDB_PROJECT, default trainer; WANDB_NAME, default run_name). Without an API key the run stays offline.

@@ -19,7 +19,7 @@ import yaml
 from trainer.config import answers, files
 from trainer.config.document import literal
 from trainer.config.errors import ConfigError
-from trainer.config.keys import all_keys, convert, resolve
+from trainer.config.keys import accepted, convert, resolve
 from trainer.config.load import load
 from trainer.config.schema import ACTIVATIONS
 
@@ -84,8 +84,8 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
         result.kept[name] = value
       else:
         result.left_out[name] = f"={value}: counts only with remat_policy=custom."
-    elif name in all_keys() or (entry and "renamed" in entry):
-      _keep(result, name, entry["renamed"] if entry and name not in all_keys() else name, value)
+    elif name in accepted() or (entry and "renamed" in entry):
+      _keep(result, name, entry["renamed"] if entry and name not in accepted() else name, value)
     elif entry is None:
       result.lost[name] = f"={value}: no such key is known. Remove it if the run does not depend on it."
     elif answers.changes_numbers(entry, value):
@@ -99,7 +99,7 @@ def _keep(result: Converted, name: str, ours: str, value: str) -> None:
   """Gives our key the value, unless it is not set, or has no meaning here."""
   if (ours, value) == ("num_slices", "-1"):
     value = "0"
-  if value in ("", "None") and all_keys()[ours].kind is not str:
+  if value in ("", "None") and accepted()[ours].kind is not str:
     result.left_out[name] = "is not set."
     return
   try:

@@ -27,7 +27,9 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--compare", metavar="FILE", type=os.path.expanduser, help="compare the runs instead: PICTURE.png or PAGE.html"
   )
-  parser.add_argument("--chip-hour-price", type=real(0, 1e9), help="show costs with this price, not with the run's own")
+  parser.add_argument(
+    "--chip-hour-price", type=real(0, 1e9), default=0.0, help="price of a chip for an hour: show what each event cost"
+  )
   arguments = parser.parse_args(argv)
   try:
     if (arguments.compare or "").endswith(".html"):

@@ -15,6 +15,8 @@ from trainer.models.generation import Sampling
 from trainer.process.signals import StopRequested
 from trainer.run.plugins import Completed, Opened, Plugin
 
+_TOKENS = 64  # of a sample
+
 
 def continue_text(
   model: DecoderFunctions, params: Params, tokenizer: Tokenizer, prompt: str, *, tokens: int, seed: int = 0
@@ -52,7 +54,7 @@ def sample(run: Opened, done: Completed) -> None:
     jax.device_put(done.params, prog.mesh.devices.flat[0]),
     tokenizer,
     config.observe.sample_prompt,
-    tokens=config.observe.sample_tokens,
+    tokens=_TOKENS,
     seed=config.run.init_weights_seed,
   )
   try:

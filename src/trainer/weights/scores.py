@@ -36,7 +36,7 @@ class Scorer(Plugin):
     if lacks:
       raise ConfigError(f"eval_tasks={names}: the run has no {lacks}.\nGive it, or set eval_tasks=''.")
     try:
-      self._tasks = Tasks.find(names, config.observe.eval_tasks_path)
+      self._tasks = Tasks.find(names)
     except ConfigError as error:
       raise ConfigError(f"eval_tasks={names}: {error}") from error
 

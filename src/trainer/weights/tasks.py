@@ -20,23 +20,24 @@ class Tasks:
   manager: Any
 
   @classmethod
-  def find(cls, names: str, folder: str) -> Tasks:
-    """The tasks `names`, separated by commas: those of the YAMLs in `folder`, or of lm_eval. Raises ConfigError."""
+  def find(cls, names: str, folder: str = "") -> Tasks:
+    """The tasks `names`, separated by commas: those of the YAMLs in `folder` or, for DIR/NAME, in DIR, or of lm_eval.
+    Raises ConfigError."""
     try:
       from lm_eval.tasks import TaskManager
     except ImportError as error:
       raise ConfigError(f"tasks need lm-evaluation-harness ({error}). {how_to_install('lm_eval')}.") from error
-    folder = os.path.expanduser(folder)
-    if folder and not os.path.isdir(folder):
-      raise ConfigError(f"{folder}: is no folder. Give the folder with the YAMLs of the tasks.")
-    wanted = tuple(names.split(","))
+    places, _, wanted = zip(*(name.strip().rpartition("/") for name in names.split(",")), strict=True)
+    folders = [os.path.expanduser(place) for place in dict.fromkeys((folder, *places)) if place]
+    if missing := next((place for place in folders if not os.path.isdir(place)), ""):
+      raise ConfigError(f"{missing}: is no folder. Give the folder with the YAMLs of the tasks.")
     # To look through the tasks of lm_eval takes 16 CPU seconds.
-    for with_defaults in (False, True) if folder else (True,):
-      manager = TaskManager(include_path=folder or None, include_defaults=with_defaults)
+    for with_defaults in (False, True) if folders else (True,):
+      manager = TaskManager(include_path=folders or None, include_defaults=with_defaults)
       if not (unknown := [name for name in wanted if name not in manager.all_tasks]):
         return cls(wanted, manager)
-    where = f"in {folder} and lm_eval" if folder else "in lm_eval"
-    raise ConfigError(f"there is no task {', '.join(unknown)} {where}. Give the folder of its YAML.")
+    where = ", ".join([*folders, "lm_eval"])
+    raise ConfigError(f"there is no task {', '.join(unknown)} in {where}. Give the folder of its YAML, DIR/NAME.")
 
   def score(self, model: Model) -> Scores:
     """The numbers of each task, and of each group of tasks."""

@@ -82,10 +82,10 @@ WRONG = {
     "has no effect in a rayjob, where Ray restarts",
   ),
   "a RayJob without Ray": (f"rayjob {COMMON}", "--build-arg EXTRAS=ray and give --image-extras ray"),
-  "a service that the image lacks": (f"jobset {COMMON} enable_wandb=true", "enable_wandb=true: needs the extra wandb"),
+  "a service that the image lacks": (f"jobset {COMMON} services=wandb", "services=wandb: needs the extra wandb"),
   "another service, and an image with the first": (
-    f"xpk {COMMON} {PLACE} enable_trackio=true --image-extras wandb",
-    "enable_trackio=true: needs the extra trackio",
+    f"xpk {COMMON} {PLACE} services=trackio --image-extras wandb",
+    "services=trackio: needs the extra trackio",
   ),
   "an extra that does not exist": (
     f"jobset {COMMON} --image-extras wnb",

@@ -228,10 +228,10 @@ def test_the_grace_period_covers_a_save():
   assert spec["terminationGracePeriodSeconds"] == pytest.approx(5 + 1.25 * seconds + 2, abs=1)
   assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
   for keys, more in (
-    ("enable_wandb=true --image-extras wandb", 10),
+    ("services=wandb --image-extras wandb", 10),
     (f"event_webhook_url=https:{'/' * 2}example.org/x", 5),
-    ("gcs_metrics=true", 10),
-    ("enable_wandb=true enable_goodput_recording=true --image-extras wandb,goodput", 20),
+    ("services=gcs_metrics", 10),
+    ("services=wandb,goodput --image-extras wandb,goodput", 20),
   ):
     with_service, _ = program(documents(f"{case} {keys}")[0])
     assert with_service["terminationGracePeriodSeconds"] == spec["terminationGracePeriodSeconds"] + more

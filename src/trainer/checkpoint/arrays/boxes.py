@@ -49,8 +49,7 @@ def owners(name: str, x: Any, devices: Sequence[Device]) -> dict[Box, Device]:
   if sum(map(volume, found)) != math.prod(x.shape):
     raise ConfigError(
       f"{name} {list(x.shape)} is sharded across slices ({x.sharding}), so that no slice holds a full copy: emergency "
-      "checkpoints and snapshots need one. Set dcn_fsdp_parallelism, dcn_tensor_parallelism and "
-      "dcn_context_parallelism to 1 and dcn_data_parallelism to -1"
+      "checkpoints and snapshots need one. Set dcn_fsdp_parallelism to 1"
     )
   return found
 

@@ -176,9 +176,9 @@ class Exchange:
 
     Raises PeerLost if a connection fails or `interrupt` is called, MismatchedCall if the members disagree, and errors
     of reading `own`, which `interrupt` cannot end. After any error this epoch is over for this member, and `out` is
-    undefined. The other connections stay open until the next `connect`, so that peers see only the failures that really
-    happened: report the error to the supervisor, which ends the epoch for them. There is no time limit: a peer may
-    compile, and the supervisor notices a peer that hangs.
+    undefined. The other connections stay open, so that peers see only the failures that really happened: report the
+    error to the supervisor, which ends the epoch for them. There is no time limit: a peer may compile, and the
+    supervisor notices a peer that hangs.
     """
     assert set(dealt) == {self._member, *self._links}, f"{list(dealt)}, not the members of the epoch"
     arrays = [out, *(data for data in own.values() if isinstance(data, np.ndarray))]
@@ -239,9 +239,8 @@ class Exchange:
     except BaseException as error:
       self._stop.set()
       for link in itertools.chain(*self._links.values()):
-        link.cut()
-        # A signal may come between a system call and the record of its bytes.
-        link.is_broken |= not isinstance(error, PeerLost | Stopped)
+        # A signal may have come between a system call and the record of its bytes.
+        link.cut(is_broken=not isinstance(error, PeerLost | Stopped))
       if isinstance(error, Stopped):
         raise over from None
       raise

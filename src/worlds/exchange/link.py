@@ -180,9 +180,10 @@ class Link:
         return frame
     return None
 
-  def cut(self) -> None:
+  def cut(self, is_broken: bool = False) -> None:
     """The epoch is over: the connection uses no memory of its callers any more. Frames that were not begun are dropped.
     The rest of a frame that was begun is copied, to be sent; a payload that was being received is discarded."""
+    self.is_broken |= is_broken
     with self._lock:
       begun = len(self._waiting) % 2 or 2 * (self.unsent > 0 and len(self._waiting[0]) < _HEADER_BYTES)
       rest = b"".join(itertools.islice(self._waiting, begun))

@@ -36,6 +36,8 @@ from tests.support.command import differences, is_running
 from tests.support.forked_runs import SLOWED, Server
 from tests.support.process_runs import ProcessRun, seeded_command
 
+from trainer.services import receipt
+
 STEPS = 150
 KEYS = (f"steps={STEPS}", "checkpoint_period=20", "eval_interval=7", "eval_steps=2", "base_num_decoder_layers=2")
 EVAL_INTERVAL = 25
@@ -284,6 +286,9 @@ def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> 
       broken.append(f"{record['steps_lost']} steps lost by {record['event']} of slices {record['slice']}")
   if left := files_left(run, undisturbed):
     broken.append(f"these files are left: {left}")
+  lines, wrong = receipt.check(receipt.read(str(run.directory)))
+  if (attested := [line["step"] for line in lines if "step" in line]) != list(range(1, STEPS + 1)):
+    broken.append(f"the receipt has not each step once: {wrong or attested}")
   return broken + differences(run, undisturbed, STEPS)
 
 

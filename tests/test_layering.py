@@ -136,7 +136,7 @@ def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
 def test_the_two_drivers_do_not_know_each_other():
   known = modules()
   drivers = {name for name in known if name.startswith("trainer.drivers.")}
-  of_one = {"trainer.drivers.one_controller"}
+  of_one = {"trainer.drivers.one_controller", "trainer.drivers.slice_witness"}
   for mine, others in ((of_one, drivers - of_one), (drivers - of_one, of_one)):
     assert mine and not {name for module in mine for name in imports(known[module], known)} & others
 

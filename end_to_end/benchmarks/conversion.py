@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +24,7 @@ from end_to_end.benchmarks.common import positive
 from tests.support import hf_folders
 
 import trainer
-from trainer.weights import export, hf_config, names, safetensors
+from trainer.weights import hf_config, names, safetensors
 
 D, F, V = 2048, 6144, 151936
 
@@ -45,8 +44,6 @@ def main() -> None:
         "import": _seconds(run, lambda: trainer.import_folder(str(source), str(run))),
         "export": _seconds(back, lambda: trainer.export_run(str(run), str(back))),
       }
-      with mock.patch.object(export, "_self_check", lambda *_: "no check"):
-        seconds["export, no check"] = _seconds(back, lambda: trainer.export_run(str(run), str(back)))
       print(", ".join(f"{name} {taken:.1f} s" for name, taken in seconds.items()), flush=True)
       ratios.append({name: seconds["cp -r"] / taken for name, taken in seconds.items()})
   for name in ratios[0]:

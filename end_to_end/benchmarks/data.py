@@ -65,7 +65,7 @@ def opened(cfg: DataOptions) -> Loader:
 def write_windows(folder: Path, length: int) -> None:
   (folder / "windows").mkdir()
   splits = datasets.find(section(folder, "data.array_record", "arrayrecord_uint16", length, "best_fit"))
-  job = part.Job(splits, None, VOCAB, length, "best_fit", "windows", 0)
+  job = part.TokenizeJob(splits, None, VOCAB, length, "best_fit", "windows", 0)
   for number, pieces in enumerate(run.cut(splits["train"], 10**9)):
     part.write(job, "train", pieces, folder / "windows" / f"{number}.array_record", lambda tokens: None)
 

@@ -54,7 +54,7 @@ from worlds.membership.rules import RunRules
 from worlds.peers import MembershipChanged, Peers
 from worlds.place import Place
 from worlds.supervisor import Supervisor
-from worlds.workers import Program
+from worlds.workers import MemberProgram
 
 PHASES = 3  # steps whose values differ
 WARM_UP = 5  # steps before the first one that is measured
@@ -216,7 +216,7 @@ def supervise(case: Case) -> NoReturn:
   """Runs the supervisor of one case, and causes its faults."""
   rules = RunRules(slices=case.members, minimum=1, shares=case.members * case.shares, timeout=600.0)
   command = (sys.executable, "-m", "end_to_end.benchmarks.fleet", "--case", json.dumps(asdict(case)))
-  run = Supervisor(Program(command, os.environ), [], rules, local=case.members, lanes=1, grace=5.0)
+  run = Supervisor(MemberProgram(command, os.environ), [], rules, local=case.members, lanes=1, grace=5.0)
   threading.Thread(target=cause, args=[case], daemon=True).start()
   sys.exit(run.run())
 

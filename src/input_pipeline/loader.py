@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 _NEXT = 4  # examples that a checkpoint has a hash of
 _SHOWN = 20  # tokens
+_DIGESTS = 64  # steps whose digests wait for `Loader.digest`: more than are read ahead
 
 
 class Loader:
@@ -49,6 +50,8 @@ class Loader:
     """Number of the order of the examples; see `order`."""
     self._id = short(source.fingerprint())
     self._read: dict[str, int] = {}  # examples of each source that were read before the resume
+    self._digests: dict[int, dict[int, int]] = {}  # {step: {row: digest}} of rows that were read
+    self._digests_wanted: Callable[[], bool] = lambda: False
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -119,9 +122,50 @@ class Loader:
     assert step >= 0 and all(-1 <= row < self._global_batch_size for row in wanted), (step, wanted)
     first = 0 if self._reuse_first else step * self._global_batch_size + self._offset
     try:
-      return stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
+      found = stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
     except OSError as error:
       raise DataError(step, str(error)) from error
+    if self._digests_wanted():
+      self._keep_digests(step, wanted, found)
+    return found
+
+  def keep_digests(self, wanted: Callable[[], bool]) -> None:
+    """Makes `batch` digest the rows that it reads, whenever wanted() is true, so that `digest` need not read them."""
+    self._digests_wanted = wanted
+
+  def _keep_digests(self, step: int, rows: Iterable[int], batch: Batch) -> None:
+    known = self._digests.setdefault(step, {})
+    for row, *fields in zip(rows, *batch):
+      if row >= 0:
+        content = hashlib.sha256(row.to_bytes(8, "big"))
+        for field in fields:
+          content.update(np.ascontiguousarray(field))
+        known[row] = int.from_bytes(content.digest()[:16], "big")
+    while len(self._digests) > _DIGESTS:  # of a process that has stopped to ask
+      self._digests.pop(next(iter(self._digests)), None)
+
+  def prepare_digest(self, step: int) -> None:
+    """Reads what `digest(step)` needs and this process has not read, if digests are wanted. From any thread."""
+    if self._digests_wanted():
+      with contextlib.suppress(DataError):  # the process that needs this row says so
+        self._keep_missing(step)
+
+  def _keep_missing(self, step: int) -> None:
+    known = self._digests.get(step, {})
+    if len(known) == self._global_batch_size:
+      return
+    for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
+      if row not in known:
+        self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
+
+  def digest(self, step: int) -> str:
+    """32 hex digits of all examples of the batch of `step`: the sum of a hash of each row with its number, so it does
+    not depend on which process has read which rows. "" if a row cannot be read."""
+    try:
+      self._keep_missing(step)
+    except DataError:
+      return ""
+    return f"{sum(self._digests.pop(step).values()) % 2**128:032x}"
 
   def mean_weight(self, step: int) -> float:
     """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""

@@ -75,8 +75,8 @@ class Workers:
     """most: functions of `each` that run at once, and so processes."""
     self._threads = ThreadPoolExecutor(most)
     self._lock = threading.Lock()
-    self._all: list[_Worker] = []
-    self._idle: list[_Worker] = []
+    self._all: list[_Process] = []
+    self._idle: list[_Process] = []
     self._closed = False
 
   def each(self, function: Callable[[X], Y], items: Sequence[X]) -> Iterator[tuple[X, Y]]:
@@ -91,7 +91,7 @@ class Workers:
       if self._closed:
         raise WorkerLost(f"The processes have been stopped before {what}.")
       if not self._idle:
-        self._idle.append(_Worker())
+        self._idle.append(_Process())
         self._all.append(self._idle[-1])
       worker = self._idle.pop()
     try:
@@ -112,7 +112,7 @@ class Workers:
     self._threads.shutdown(cancel_futures=True)
 
 
-class _Worker:
+class _Process:
   """One process. `busy` stays true if it was lost, or its caller was interrupted."""
 
   def __init__(self) -> None:

@@ -12,14 +12,14 @@ from pathways_standin import dtypes, host_buffers, placement, status
 from pathways_standin.arrays import Array, Shard
 from pathways_standin.devices import DEFAULT_MEMORY
 from pathways_standin.placement import Placement, Spec
-from pathways_standin.session import Future, Handler, Session, Uncounted, WhenReady
+from pathways_standin.session import ClientSession, Future, Handler, Uncounted, WhenReady
 from pathways_standin.status import Status
 
 # ArrayCopySemantics
 _REUSE, _DONATE = 2, 3
 
 
-def _make_array_from_host_buffer(session: Session, body: Any, response: Any) -> None:
+def _make_array_from_host_buffer(session: ClientSession, body: Any, response: Any) -> None:
   data = session.buffers.take(body.host_buffer_handle)
   if body.HasField("layout"):
     raise Status("UNIMPLEMENTED", "arrays with a custom layout that no compiled program made")
@@ -34,7 +34,7 @@ def _make_array_from_host_buffer(session: Session, body: Any, response: Any) -> 
   response.make_array_from_host_buffer_response.array_handle = session.add(body.array_handle, array)
 
 
-def _make_arrays_from_host_buffer_shards(session: Session, body: Any, response: Any) -> None:
+def _make_arrays_from_host_buffer_shards(session: ClientSession, body: Any, response: Any) -> None:
   handles = [buffer.host_buffer_handle for proto in body.specs for buffer in proto.host_buffers]
   buffers = {handle: session.buffers.take(handle) for handle in handles}
   made = []
@@ -53,14 +53,14 @@ def _make_arrays_from_host_buffer_shards(session: Session, body: Any, response: 
   _answer(session, made, body.array_handles, response.make_arrays_from_host_buffer_shards_response)
 
 
-def _make_error_arrays(session: Session, body: Any, response: Any) -> None:
+def _make_error_arrays(session: ClientSession, body: Any, response: Any) -> None:
   error = status.from_code(body.error.code, body.error.message)
   specs = [placement.decode_spec(session.messages, proto) for proto in body.array_specs]
   made = [Array(spec, [error] * len(spec.placement.devices)) for spec in specs]
   _answer(session, made, body.array_handles, response.make_error_arrays_response)
 
 
-def _assemble(session: Session, body: Any, response: Any) -> None:
+def _assemble(session: ClientSession, body: Any, response: Any) -> None:
   where = placement.decode(session.messages, body.sharding)
   with session.slices.lock:
     parts = _usable(session, body.single_device_array_handles)
@@ -73,7 +73,7 @@ def _assemble(session: Session, body: Any, response: Any) -> None:
   response.assemble_array_from_single_device_arrays_response.array_handle = session.add(body.result_handle, array)
 
 
-def _disassemble(session: Session, body: Any, response: Any) -> None:
+def _disassemble(session: ClientSession, body: Any, response: Any) -> None:
   with session.slices.lock:
     (whole,) = _usable(session, [body.array_handle])
     made = [_one_shard(session, whole, i) for i in range(len(whole.devices))]
@@ -81,7 +81,7 @@ def _disassemble(session: Session, body: Any, response: Any) -> None:
   _answer(session, made, body.result_handles, response.disassemble_into_single_device_arrays_response)
 
 
-def _fully_replicated_shard(session: Session, body: Any, response: Any) -> None:
+def _fully_replicated_shard(session: ClientSession, body: Any, response: Any) -> None:
   with session.slices.lock:
     (whole,) = _usable(session, [body.array_handle])
     array = _one_shard(session, whole, 0)
@@ -89,7 +89,7 @@ def _fully_replicated_shard(session: Session, body: Any, response: Any) -> None:
   response.fully_replicated_shard_response.array_handle = session.add(body.result_handle, array)
 
 
-def _copy_arrays(session: Session, body: Any, response: Any) -> None:
+def _copy_arrays(session: ClientSession, body: Any, response: Any) -> None:
   made = []
   with session.slices.lock:
     sources = _usable(session, body.array_handles)
@@ -108,7 +108,7 @@ def _copy_arrays(session: Session, body: Any, response: Any) -> None:
   _answer(session, made, body.result_handles, response.copy_arrays_response)
 
 
-def _remap_arrays(session: Session, body: Any, response: Any) -> None:
+def _remap_arrays(session: ClientSession, body: Any, response: Any) -> None:
   specs = [placement.decode_spec(session.messages, proto) for proto in body.plan.output_specs]
   with session.slices.lock:
     sources = _usable(session, body.array_handles)
@@ -128,13 +128,13 @@ def _remap_arrays(session: Session, body: Any, response: Any) -> None:
   _answer(session, made, body.result_handles, response.remap_arrays_response)
 
 
-def _is_array_deleted(session: Session, body: Any, response: Any) -> None:
+def _is_array_deleted(session: ClientSession, body: Any, response: Any) -> None:
   with session.slices.lock:
     deleted = session.store.find(body.array_handle).is_deleted()
   response.is_array_deleted_response.deleted = deleted
 
 
-def _delete_array(session: Session, body: Any, response: Any) -> Uncounted:
+def _delete_array(session: ClientSession, body: Any, response: Any) -> Uncounted:
   error = None
   with session.slices.lock:
     for handle in body.array_handle:
@@ -147,12 +147,12 @@ def _delete_array(session: Session, body: Any, response: Any) -> Uncounted:
   return Uncounted()
 
 
-def _destruct_array(session: Session, body: Any, response: Any) -> Uncounted:
+def _destruct_array(session: ClientSession, body: Any, response: Any) -> Uncounted:
   session.store.erase(body.array_handle)
   return Uncounted()
 
 
-def _check_value_ready(session: Session, body: Any, response: Any) -> WhenReady:
+def _check_value_ready(session: ClientSession, body: Any, response: Any) -> WhenReady:
   with session.slices.lock:
     values = _usable(session, body.value_handles)
     for value in values:
@@ -161,7 +161,7 @@ def _check_value_ready(session: Session, body: Any, response: Any) -> WhenReady:
   return WhenReady(values, lambda response: None)
 
 
-def _copy_to_host_buffer(session: Session, body: Any, response: Any) -> WhenReady:
+def _copy_to_host_buffer(session: ClientSession, body: Any, response: Any) -> WhenReady:
   with session.slices.lock:
     array = session.store.find(body.array_handle)
     if (error := array.error()) is not None:
@@ -181,7 +181,7 @@ def _copy_to_host_buffer(session: Session, body: Any, response: Any) -> WhenRead
   return WhenReady([array, copied], finish)
 
 
-def _reshard_arrays(session: Session, body: Any, response: Any) -> None:
+def _reshard_arrays(session: ClientSession, body: Any, response: Any) -> None:
   """A reshard goes through the memory of this process."""
   specs = [placement.decode_spec(session.messages, proto) for proto in body.array_specs]
   made = []
@@ -203,7 +203,7 @@ def _strides(body: Any) -> list[int] | None:
   return list(body.byte_strides.strides) if body.HasField("byte_strides") else None
 
 
-def _usable(session: Session, handles: Iterable[int]) -> list[Array]:
+def _usable(session: ClientSession, handles: Iterable[int]) -> list[Array]:
   """The arrays. Raises Status for one that is unknown or deleted; lost data are no reason."""
   found = session.store.find_all(handles)
   for array in found:
@@ -214,7 +214,7 @@ def _usable(session: Session, handles: Iterable[int]) -> list[Array]:
   return found
 
 
-def _put(session: Session, spec: Spec, values: Sequence[np.ndarray]) -> Array:
+def _put(session: ClientSession, spec: Spec, values: Sequence[np.ndarray]) -> Array:
   """A new array with these values, one for each device."""
   where = spec.placement
   with session.slices.lock:
@@ -225,20 +225,20 @@ def _put(session: Session, spec: Spec, values: Sequence[np.ndarray]) -> Array:
     return session.slices.admit(Array(spec, shards))
 
 
-def _derive(session: Session, spec: Spec, parts: Sequence[tuple[Array, int]]) -> Array:
+def _derive(session: ClientSession, spec: Spec, parts: Sequence[tuple[Array, int]]) -> Array:
   """An array that shares the given shards of other arrays."""
   sources = list({id(source): source for source, _ in parts}.values())
   return session.slices.admit(Array(spec, [source.shards[i] for source, i in parts]), sources)
 
 
-def _one_shard(session: Session, whole: Array, i: int) -> Array:
+def _one_shard(session: ClientSession, whole: Array, i: int) -> Array:
   shard = whole.shards[i]
   shape = whole.spec.shape if isinstance(shard, Status) else tuple(shard.shape)
   where = Placement((whole.devices[i],), whole.memory, "SingleDeviceSharding", replicated=True)
   return _derive(session, Spec(whole.spec.dtype, shape, where), [(whole, i)])
 
 
-def _reshard(session: Session, source: Array, spec: Spec) -> Array:
+def _reshard(session: ClientSession, source: Array, spec: Spec) -> Array:
   """An array with the value of another one that is not lost."""
   before = source.spec.placement.parts(session.devices, spec.shape)
   after = spec.placement.parts(session.devices, spec.shape)
@@ -265,7 +265,7 @@ def _donate(sources: Sequence[Array], semantics: int) -> None:
       source.delete()
 
 
-def _answer(session: Session, made: Sequence[Array], handles: Sequence[int], response: Any) -> None:
+def _answer(session: ClientSession, made: Sequence[Array], handles: Sequence[int], response: Any) -> None:
   """Keeps new arrays, under the handles that the client gave if it gave any, and puts the handles into the response."""
   given = list(handles) or [0] * len(made)
   response.array_handles.extend(session.add(handle, array) for handle, array in zip(given, made, strict=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pathways_standin.devices import MEMORY_KINDS
-from pathways_standin.session import Handler, Session, Uncounted
+from pathways_standin.session import ClientSession, Handler, Uncounted
 from pathways_standin.status import Status
 
 PLATFORM = "cpu"  # programs are lowered for this platform
@@ -14,7 +14,7 @@ PLATFORM_VERSION = "Pathways stand-in"
 RUNTIME_TYPE = "pathways"
 
 
-def _init(session: Session, body: Any, response: Any) -> None:
+def _init(session: ClientSession, body: Any, response: Any) -> None:
   answer, devices = response.init_response, session.devices
   answer.session_id, answer.process_index = session.number, 0
   answer.platform_name, answer.platform_id, answer.platform_version = PLATFORM, 1, PLATFORM_VERSION
@@ -53,7 +53,7 @@ def _init(session: Session, body: Any, response: Any) -> None:
   attributes["supports_executable_serialization"].bool_value = False  # the proxy client cannot
 
 
-def _check_future(session: Session, body: Any, response: Any) -> Uncounted | None:
+def _check_future(session: ClientSession, body: Any, response: Any) -> Uncounted | None:
   future = session.futures.pop(body.future_handle, None)
   if future is None:
     raise Status("NOT_FOUND", f"Unknown future handle: {body.future_handle}")
@@ -62,7 +62,7 @@ def _check_future(session: Session, body: Any, response: Any) -> Uncounted | Non
   return None if future.counted else Uncounted()
 
 
-def _get_default_device_assignment(session: Session, body: Any, response: Any) -> None:
+def _get_default_device_assignment(session: ClientSession, body: Any, response: Any) -> None:
   replicas, partitions = body.num_replicas, body.num_partitions
   available = session.devices.slices * session.devices.per_slice
   if replicas * partitions > available:
@@ -76,7 +76,7 @@ def _get_default_device_assignment(session: Session, body: Any, response: Any) -
     assignment.computation_devices.add().replica_device_ids.extend(ids)
 
 
-def _get_default_layout(session: Session, body: Any, response: Any) -> None:
+def _get_default_layout(session: ClientSession, body: Any, response: Any) -> None:
   """The row-major layout, as text: this is how a PjRtLayout is serialized."""
   text = "{" + ",".join(map(str, reversed(range(len(body.dims))))) + "}"
   response.get_default_layout_response.serialized_pjrt_layout = text.encode()

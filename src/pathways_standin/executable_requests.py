@@ -6,11 +6,11 @@ from typing import Any
 
 from pathways_standin import dtypes, executables
 from pathways_standin.arrays import Array
-from pathways_standin.session import Future, Handler, InBackground, Session, WhenReady
+from pathways_standin.session import ClientSession, Future, Handler, InBackground, WhenReady
 from pathways_standin.status import Status
 
 
-def _compile(session: Session, body: Any, response: Any) -> InBackground:
+def _compile(session: ClientSession, body: Any, response: Any) -> InBackground:
   if body.host_callbacks:
     raise Status("UNIMPLEMENTED", "host callbacks: the function lives in the client's process")
 
@@ -33,7 +33,7 @@ def _compile(session: Session, body: Any, response: Any) -> InBackground:
   return InBackground(work)
 
 
-def _metadata(session: Session, body: Any, response: Any) -> InBackground:
+def _metadata(session: ClientSession, body: Any, response: Any) -> InBackground:
   made = session.find_executable(body.loaded_executable_handle)
 
   def work(response: Any) -> None:
@@ -68,19 +68,19 @@ def _metadata(session: Session, body: Any, response: Any) -> InBackground:
   return InBackground(work)
 
 
-def _cost_analysis(session: Session, body: Any, response: Any) -> None:
+def _cost_analysis(session: ClientSession, body: Any, response: Any) -> None:
   attributes = response.loaded_executable_cost_analysis_response.attributes
   attributes.SetInParent()
   for name, value in session.find_executable(body.loaded_executable_handle).loaded.cost_analysis().items():
     attributes.attributes[name].float_value = value
 
 
-def _program_text(session: Session, body: Any, response: Any) -> None:
+def _program_text(session: ClientSession, body: Any, response: Any) -> None:
   text = session.find_executable(body.loaded_executable_handle).loaded.get_hlo_text()
   response.loaded_executable_human_readable_program_text_response.human_readable_program_text = text
 
 
-def _execute(session: Session, body: Any, response: Any) -> None:
+def _execute(session: ClientSession, body: Any, response: Any) -> None:
   made = session.find_executable(body.loaded_executable_handle)
   arguments = session.store.find_all(body.args_handles)
   if body.device_ids and tuple(body.device_ids) != made.devices:
@@ -115,7 +115,7 @@ def _execute(session: Session, body: Any, response: Any) -> None:
     session.executions[answer.status_handle] = lost or results
 
 
-def _fetch_execute_result(session: Session, body: Any, response: Any) -> WhenReady:
+def _fetch_execute_result(session: ClientSession, body: Any, response: Any) -> WhenReady:
   found = session.executions.pop(body.result_status_handle, None)
   if found is None:
     raise Status("NOT_FOUND", f"Unknown result status handle: {body.result_status_handle}")
@@ -124,12 +124,12 @@ def _fetch_execute_result(session: Session, body: Any, response: Any) -> WhenRea
   return WhenReady(found, lambda response: None)
 
 
-def _destruct(session: Session, body: Any, response: Any) -> None:
+def _destruct(session: ClientSession, body: Any, response: Any) -> None:
   session.find_executable(body.loaded_executable_handle)
   del session.executables[body.loaded_executable_handle]
 
 
-def _is_deleted(session: Session, body: Any, response: Any) -> None:
+def _is_deleted(session: ClientSession, body: Any, response: Any) -> None:
   response.loaded_executable_is_deleted_response.is_deleted = False
 
 

@@ -15,7 +15,7 @@ from pathways_standin import array_requests, client_requests, executable_request
 from pathways_standin.commands import CommandError, Commands
 from pathways_standin.devices import Devices
 from pathways_standin.runtime import Runtime
-from pathways_standin.session import Session
+from pathways_standin.session import ClientSession
 from pathways_standin.slices import Slices
 from pathways_standin.wire import INSECURE, Service
 from pathways_standin.workers import WorkerRuntime
@@ -41,7 +41,7 @@ class Server:
     if worker_timeout is not None:
       runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss, worker_timeout)
     self._runtime = runtime
-    self._service = Service(known, lambda number: Session(number, known, runtime, self._slices, _HANDLERS))
+    self._service = Service(known, lambda number: ClientSession(number, known, runtime, self._slices, _HANDLERS))
     self.commands = Commands(self._slices, runtime, self._service)
     chosen = self._service.start(address)
     self.address = f"grpc://{chosen}"

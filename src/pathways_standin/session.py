@@ -56,10 +56,10 @@ class Future:
 
 
 # Fills the response, or says when it can be filled. Arguments: the session, the body of the request, the response.
-Handler = Callable[["Session", Any, Any], WhenReady | InBackground | Uncounted | None]
+Handler = Callable[["ClientSession", Any, Any], WhenReady | InBackground | Uncounted | None]
 
 
-class Session:
+class ClientSession:
   """Handles of one client, and the answers to its requests."""
 
   def __init__(

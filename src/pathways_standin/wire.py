@@ -19,7 +19,7 @@ import grpc
 import jax
 
 from pathways_standin.messages import Messages
-from pathways_standin.session import Session
+from pathways_standin.session import ClientSession
 from pathways_standin.status import Status
 
 _SERVICE = "xla.ifrt.proxy.GrpcIfrtService"
@@ -39,12 +39,12 @@ Versions = tuple[int, int, int, int]  # oldest and newest protocol version, olde
 class Service:
   """Serves clients of this jaxlib at one address."""
 
-  def __init__(self, messages: Messages, open_session: Callable[[int], Session]) -> None:
+  def __init__(self, messages: Messages, open_session: Callable[[int], ClientSession]) -> None:
     """open_session: makes the session with the given number."""
     self._messages = messages
     self._open_session = open_session
     self._numbers = itertools.count(1)
-    self._sessions: dict[int, Session] = {}
+    self._sessions: dict[int, ClientSession] = {}
     self._own_versions = probe_versions(messages)
     self._server = _server(messages, self._methods())
 
@@ -57,7 +57,7 @@ class Service:
     self._server.start()
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
-  def sessions(self) -> list[Session]:
+  def sessions(self) -> list[ClientSession]:
     """The sessions of connected clients."""
     return list(self._sessions.values())
 
@@ -109,7 +109,7 @@ class Service:
     if context.is_active():
       context.abort(grpc.StatusCode.UNAVAILABLE, "the Pathways stand-in was told to drop the connection")
 
-  def _read(self, session: Session, requests: Iterator[Any]) -> None:
+  def _read(self, session: ClientSession, requests: Iterator[Any]) -> None:
     """Thread: processes requests in their order until the stream ends."""
     try:
       for request in requests:
@@ -120,7 +120,7 @@ class Service:
       _log.exception("session %d failed", session.number)
     session.responses.put(None)
 
-  def _find(self, number: int, context: grpc.ServicerContext) -> Session:
+  def _find(self, number: int, context: grpc.ServicerContext) -> ClientSession:
     session = self._sessions.get(number)
     if session is None:
       context.abort(grpc.StatusCode.NOT_FOUND, f"Session id {number} does not exist")

@@ -102,7 +102,7 @@ class HostShard:
 class RemoteShard:
   """A shard in a worker. It has those methods of a JAX array that the server uses."""
 
-  def __init__(self, worker: Worker, shape: tuple[int, ...], operation: Operation | None) -> None:
+  def __init__(self, worker: SliceProcess, shape: tuple[int, ...], operation: Operation | None) -> None:
     """operation: computes it; None: it is there when the worker has handled the message that makes it."""
     self.worker, self.shape, self.operation = worker, shape, operation
     self.key = next(worker.keys)
@@ -125,11 +125,11 @@ class RemoteShard:
     return self
 
 
-class Worker:
+class SliceProcess:
   """The process of a slice, seen from the server. Sending never blocks."""
 
   def __init__(
-    self, slice_id: int, devices: int, lost: Callable[[Worker], None], broken: Callable[[int], None]
+    self, slice_id: int, devices: int, lost: Callable[[SliceProcess], None], broken: Callable[[int], None]
   ) -> None:
     """devices: of the slice. lost: called in a thread of its own when the process has ended. broken: called with the
     number of a world that cannot be formed, or whose connections have broken."""
@@ -293,7 +293,7 @@ def _status(error: str) -> Status:
 
 
 @dataclasses.dataclass
-class _Program:
+class _Executable:
   number: int
   binary: bytes  # XLA's serialized executable
   options: bytes
@@ -313,10 +313,10 @@ class WorkerRuntime(Runtime):
     """note_loss(slice, reason): called when a worker has ended. timeout: seconds of silence that end a worker."""
     super().__init__(devices)
     self._note_loss, self._lock = note_loss, lock
-    self._workers: dict[int, Worker] = {}  # of the slices that are up
-    self._worlds: dict[tuple[Worker, ...], int] = {}  # members, by slice -> the number of their world
+    self._workers: dict[int, SliceProcess] = {}  # of the slices that are up
+    self._worlds: dict[tuple[SliceProcess, ...], int] = {}  # members, by slice -> the number of their world
     self._services: list[Any] = []  # of all worlds: an old client must not miss its service
-    self._programs: weakref.WeakKeyDictionary[Executable, _Program] = weakref.WeakKeyDictionary()
+    self._programs: weakref.WeakKeyDictionary[Executable, _Executable] = weakref.WeakKeyDictionary()
     self._numbers = itertools.count(ALONE + 1)
     self._start(range(devices.slices))
     if len(self._workers) < devices.slices:
@@ -327,7 +327,7 @@ class WorkerRuntime(Runtime):
 
   def _start(self, slices: Iterable[int]) -> None:
     """Starts workers and waits until they are ready. Called without the lock."""
-    started = {s: Worker(s, self.devices.per_slice, self._when_lost, self._when_broken) for s in slices}
+    started = {s: SliceProcess(s, self.devices.per_slice, self._when_lost, self._when_broken) for s in slices}
     for worker in started.values():
       worker.wait_for_start()
     with self._lock:
@@ -356,7 +356,7 @@ class WorkerRuntime(Runtime):
         worker.send("join", number, address, node, len(members), FOREVER_SECONDS)
     return self._worlds[members]
 
-  def _when_lost(self, worker: Worker) -> None:
+  def _when_lost(self, worker: SliceProcess) -> None:
     """Called in a thread of the worker, without the lock."""
     with self._lock:
       if self._workers.get(worker.slice_id) is worker:
@@ -369,7 +369,7 @@ class WorkerRuntime(Runtime):
     with self._lock:
       self._leave([members for members, number in self._worlds.items() if number == world])
 
-  def _leave(self, worlds: Iterable[tuple[Worker, ...]]) -> None:
+  def _leave(self, worlds: Iterable[tuple[SliceProcess, ...]]) -> None:
     """Gives up worlds, the programs that run there, and all programs that need their results."""
     for members in worlds:
       number = self._worlds.pop(members)
@@ -427,7 +427,7 @@ class WorkerRuntime(Runtime):
     """Returns at once. The values travel through this process when they are there."""
     needed = [shard.operation for shard in shards if shard.operation is not None]
     made: list[Any] = []
-    numbers: list[tuple[Worker, int]] = []
+    numbers: list[tuple[SliceProcess, int]] = []
     for device, shape in places:
       worker = self._workers[self.devices.slice_of(device)]
       operation = Operation(next(self._numbers), frozenset([worker.slice_id]), ALONE, needed)
@@ -484,14 +484,14 @@ class WorkerRuntime(Runtime):
       part = output.spec.placement.parts(self.devices, output.spec.shape)[0]
       shapes.append(tuple(len(range(n)[s]) for s, n in zip(part, output.spec.shape, strict=True)))
     binary = self.devices.client.serialize_executable(executable.loaded)
-    made = self._programs[executable] = _Program(next(self._numbers), binary, options, shapes)
+    made = self._programs[executable] = _Executable(next(self._numbers), binary, options, shapes)
     weakref.finalize(executable, self._forget, made.number)
     slices = frozenset(map(self.devices.slice_of, executable.devices))
     with self._lock:
       if slices <= set(self._workers):
         self._send_program(made, executable.devices)  # now: the first execution should not wait for it
 
-  def _send_program(self, program: _Program, devices: Sequence[int]) -> int:
+  def _send_program(self, program: _Executable, devices: Sequence[int]) -> int:
     """Sends the program where it is missing. Returns its world."""
     slices = sorted(set(map(self.devices.slice_of, devices)))
     world = self._world(slices)

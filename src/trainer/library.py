@@ -25,7 +25,7 @@ if TYPE_CHECKING:
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
   from trainer.program.program import Feed, Program
-  from trainer.weights.sources import Source as Weights
+  from trainer.weights.sources import WeightSource
 
 
 def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool | int | float | str) -> Config:
@@ -109,7 +109,7 @@ class Run:
 
     config = self.config.with_values(shares_per_slice=-1)  # one program computes whole batches here
 
-    def evaluate(source: Weights) -> dict[str, tuple[float, float]]:
+    def evaluate(source: WeightSource) -> dict[str, tuple[float, float]]:
       source.check(config.model)
       with self._cluster() as cluster:
         prog = program.of_view(config, cluster.view(cluster.slices))

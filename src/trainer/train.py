@@ -98,7 +98,7 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
     attempt.profiler.before_step(step - first, wait)
     step += 1
     state, metrics = driver.step(state, step)
-    records.dispatched(step, metrics)
+    records.dispatched(step, metrics, state)
     if not driver.runs_ahead:
       records.finish()
 

@@ -14,7 +14,7 @@ from worlds.membership import wire
 from worlds.membership.messages import TO_AGENT, Message, check, message
 from worlds.membership.wire import Channel, Refused, WireError
 from worlds.place import Place
-from worlds.workers import Program, Workers
+from worlds.workers import MemberProgram, Workers
 
 FAILED = 1
 _RETRY_SECONDS = 0.5
@@ -25,7 +25,7 @@ class Agent:
   """The slices of one host."""
 
   def __init__(
-    self, program: Program, supervisor: str, token: bytes, *, slices: int, host: str, wait_seconds: float
+    self, program: MemberProgram, supervisor: str, token: bytes, *, slices: int, host: str, wait_seconds: float
   ) -> None:
     """program: its arguments come from the supervisor. supervisor: host:port. host: where other members reach this
     host; "": where the supervisor is reached from."""

@@ -59,6 +59,7 @@ class Peers:
     self.source = -1  # the member that sends them the state
     self.primary = -1
     self.run_id = ""  # of the run, if its folder does not exist yet
+    self.check: Message = {}  # the last message `check`, of the witness
     self.begun = False  # other members have opened the run's folder
     self.stopping = False  # the last commit ends the run, or the evaluation after it was interrupted
     self.interrupted = False  # the evaluation under way ends without a result: the run ends, or this member has left
@@ -102,7 +103,7 @@ class Peers:
     self, completed: Callable[[], int], changed: Callable[[Change], None], noticed: Callable[[Message], None]
   ) -> None:
     """This member has a state. completed(): its step. changed: gets every change of the members; noticed: every message
-    `failing` or `slow`."""
+    `failing`, `slow` or `alarm`."""
     self._completed, self._changed, self._noticed = completed, changed, noticed
 
   # ---- the supervisor's messages ----
@@ -127,7 +128,9 @@ class Peers:
     elif kind == "regather":  # this member has received the state at the last moment
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self._completed(), holds=True)
-    elif kind in ("failing", "slow"):
+    elif kind == "check":
+      self.check = received
+    elif kind in ("failing", "slow", "alarm"):
       self._noticed(received)
     elif kind == "lead":
       self.set_primary(int(received["leader"]))

@@ -24,7 +24,7 @@ from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.membership.wire import Channel
 from worlds.place import Place
-from worlds.workers import Program, Workers
+from worlds.workers import MemberProgram, Workers
 
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
@@ -96,7 +96,7 @@ class Supervisor:
 
   def __init__(
     self,
-    program: Program,
+    program: MemberProgram,
     argv: Sequence[str],
     rules: RunRules,
     *,
@@ -104,16 +104,17 @@ class Supervisor:
     lanes: int,
     grace: float,
     where: Where | None = None,
+    expected: int | None = None,
   ) -> None:
     """argv: of the program, on all hosts. local: slices of this host, spares included. lanes: processes per slice.
     grace: seconds that a member may need to save its state and end. where: on which address agents and members of other
-    hosts are expected; None: this host has all slices."""
+    hosts are expected; None: this host has all slices. expected: slices that a start waits for; None: all."""
     self._argv, self._lanes, self._grace = list(argv), lanes, grace
     self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
     self._interrupted, self._failed = threading.Event(), threading.Event()
     self._repeats, self._ending = Repeats(), False
     self._at_once = 0  # the signal that ends the run without waiting for anything
-    self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6))
+    self._coordinator = Coordinator(rules, run_id=secrets.token_hex(6), expected=expected)
     token = where.token if where else secrets.token_bytes(32)
     self._server = Server(
       self._coordinator,
@@ -206,6 +207,7 @@ class Supervisor:
     finally:
       with self._lock:
         self._remote.remove(host)
+      self._coordinator.failures.readmit(host.members)  # the next agent may be on another host
 
   def _hosts(self) -> list[Workers | RemoteWorkers]:
     """Those who start and kill members."""
@@ -232,14 +234,13 @@ class Supervisor:
   def _ended(self, member: int, code: int) -> None:
     """A member has ended: it is lost to the run, and starts again unless that makes no sense."""
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    self._server.lost(member, reason)
-    if self._coordinator.phase == "over" or self._coordinator.stopping or self._interrupted.is_set():
+    if self._interrupted.is_set():
+      self._server.lost(member, reason)
       return
     host = self._host(member)
     name = host.host if isinstance(host, RemoteWorkers) else socket.gethostname()
-    log(f"Member {member} {reason}.")
-    seconds = self._server.failed(member, code, name, reason)
-    if host is not None and self._coordinator.phase != "over":
+    seconds = self._server.ended(member, code, name, reason)
+    if host is not None and seconds is not None and self._coordinator.phase != "over":
       self._starts[member] = self._coordinator.clock() + seconds
       host.restart(member, seconds)
 

@@ -18,7 +18,7 @@ _LANE_SECONDS = 60.0  # from such an exit of one process of a member to the end 
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class MemberProgram:
   """What the processes of a run execute."""
 
   command: tuple[str, ...]  # without the arguments that are the same on all hosts
@@ -26,7 +26,7 @@ class Program:
 
 
 @dataclasses.dataclass
-class _Worker:
+class _LocalMember:
   """One member of the run on this host, over all its lives."""
 
   member: int
@@ -42,7 +42,7 @@ class Workers:
 
   def __init__(
     self,
-    program: Program,
+    program: MemberProgram,
     argv: Sequence[str],
     place: Place,
     members: Sequence[int],
@@ -54,7 +54,7 @@ class Workers:
     with the exit code of its first process that ended, or minus the number of the signal. log takes a line."""
     self._command, self._place = [*program.command, *argv], place
     self._variables, self._ended, self._log = program.environment, ended, log
-    self._workers = {member: _Worker(member) for member in members}
+    self._workers = {member: _LocalMember(member) for member in members}
     self._lock = threading.RLock()
     self._closing = False
 
@@ -68,7 +68,7 @@ class Workers:
     for worker in self._workers.values():
       self._start(worker)
 
-  def _start(self, worker: _Worker) -> None:
+  def _start(self, worker: _LocalMember) -> None:
     with self._lock:
       if self._closing:
         return
@@ -101,7 +101,7 @@ class Workers:
     ]
     return [{**self._variables, **place.environment()} for place in places]
 
-  def _wait(self, worker: _Worker, life: int, process: subprocess.Popen[bytes]) -> None:
+  def _wait(self, worker: _LocalMember, life: int, process: subprocess.Popen[bytes]) -> None:
     """Thread: waits for one process. The first one that ends takes the others of its slice with it."""
     code = process.wait()
     with self._lock:
@@ -130,7 +130,7 @@ class Workers:
       self._log(f"Starting member {member} again in {at - time.monotonic():.1f} s.")
     threading.Thread(target=self._start_later, args=(worker,), name=f"restarts member {member}", daemon=True).start()
 
-  def _start_later(self, worker: _Worker) -> None:
+  def _start_later(self, worker: _LocalMember) -> None:
     while True:
       with self._lock:
         if self._closing or worker.restart_at is None:

@@ -35,8 +35,5 @@ def test_parts_of_a_stored_array(tmp_path, monkeypatch, spec):
       np.testing.assert_array_equal(out, values[i, j])
   assert found.value == expected and found.is_finite
   assert sum(map(len, read[1:])) <= values.nbytes  # the first is the description of the array
-  np.testing.assert_array_equal(
-    parts.read("params.w", (3,), np.empty((2, 8, 10), jnp.bfloat16), first=4), values[3, 4:]
-  )
   with pytest.raises(Rejected, match="has no array"):
-    parts.read("params.x", (), np.empty(1, jnp.bfloat16))
+    parts.read("params.x", (), np.empty(1, jnp.bfloat16), Blocks())

@@ -12,7 +12,7 @@ import pytest
 
 from trainer import cluster
 from trainer.cluster import torchrun
-from trainer.cluster.torchrun import Worker
+from trainer.cluster.torchrun import TorchrunWorker
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection, ElasticSection
 from worlds.membership.rules import RunRules
@@ -45,7 +45,7 @@ def environment(monkeypatch):
 
 
 def test_every_worker_of_a_group_finds_the_same_supervisor():
-  workers = [Worker.read(GROUP | {"RANK": str(rank)}) for rank in range(3)]
+  workers = [TorchrunWorker.read(GROUP | {"RANK": str(rank)}) for rank in range(3)]
   places = [worker.place(wait_seconds=1.0) for worker in workers]
   assert [place.member for place in places] == [0, 1, 2]
   assert len({(place.supervisors, place.token) for place in places}) == 1
@@ -63,26 +63,26 @@ def test_a_supervisor_that_ends_at_once_is_no_error_of_the_process_that_starts_i
 
   monkeypatch.setattr(subprocess, "Popen", Ended)
   monkeypatch.setattr(sys, "executable", "true")
-  Worker.read(GROUP | {"RANK": "0", "TORCHELASTIC_RUN_ID": "ended"}).supervise(RULES).close(over=False)
+  TorchrunWorker.read(GROUP | {"RANK": "0", "TORCHELASTIC_RUN_ID": "ended"}).supervise(RULES).close(over=False)
 
 
 def test_restarts_of_a_node_do_not_separate_it_from_the_others():
   """Each torchrun counts the restarts that its own workers have caused."""
-  restarted = Worker.read(GROUP | {"TORCHELASTIC_RESTART_COUNT": "2", "GROUP_RANK": "2", "RANK": "2"})
-  assert restarted.token == Worker.read(GROUP).token
+  restarted = TorchrunWorker.read(GROUP | {"TORCHELASTIC_RESTART_COUNT": "2", "GROUP_RANK": "2", "RANK": "2"})
+  assert restarted.token == TorchrunWorker.read(GROUP).token
 
 
 def test_another_run_or_group_has_another_token_and_other_ports():
   changes = [{}, {"TORCHELASTIC_RUN_ID": "other"}, {"MASTER_PORT": "29401"}, {"MASTER_ADDR": "::1"}]
   changes.append({"TRAINER_TOKEN": "secret"})
-  workers = [Worker.read(GROUP | change) for change in changes]
+  workers = [TorchrunWorker.read(GROUP | change) for change in changes]
   for one, other in itertools.combinations(workers, 2):
     assert one.token != other.token and not set(one.ports) & set(other.ports)
 
 
 def test_each_of_several_workers_on_a_node_has_a_gpu_of_its_own():
   places = [
-    Worker.read(GROUP | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "RANK": str(rank)}).place(1.0)
+    TorchrunWorker.read(GROUP | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3", "RANK": str(rank)}).place(1.0)
     for rank in range(3)
   ]
   assert [(place.member, place.gpu) for place in places] == [(0, 0), (1, 1), (2, 2)]
@@ -94,11 +94,11 @@ def test_each_of_several_workers_on_a_node_has_a_gpu_of_its_own():
 )
 def test_an_environment_that_torchrun_would_not_set_is_refused(change):
   with pytest.raises(ConfigError, match=r"the environment has \{'RANK'"):
-    Worker.read(GROUP | change)
+    TorchrunWorker.read(GROUP | change)
 
 
 def test_rank_0_listens_on_the_first_free_port_of_its_group():
-  worker = Worker.read(GROUP | {"RANK": "0"})
+  worker = TorchrunWorker.read(GROUP | {"RANK": "0"})
   with torchrun._listen(worker) as first:
     assert first.getsockname() == ("127.0.0.1", worker.ports[0])
     with torchrun._listen(worker) as second:
@@ -107,7 +107,7 @@ def test_rank_0_listens_on_the_first_free_port_of_its_group():
 
 def test_rank_0_on_another_host_than_master_addr_is_refused():
   with pytest.raises(ConfigError, match=r"MASTER_ADDR=192\.0\.2\.1: rank 0 cannot listen there"):
-    torchrun._listen(Worker.read(GROUP | {"RANK": "0", "MASTER_ADDR": "192.0.2.1"}))
+    torchrun._listen(TorchrunWorker.read(GROUP | {"RANK": "0", "MASTER_ADDR": "192.0.2.1"}))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from trainer.config import ConfigError, load
-from trainer.config.answers import entry_of, tables
+from trainer.config.answers import all_answers, answer_for, tables
 from trainer.config.keys import SWITCHES, all_keys
 from trainer.config.schema import ACTIVATIONS, SERVICES, PreflightOptions
 
@@ -130,23 +130,23 @@ def test_keys_of_maxtext_without_meaning_are_refused_with_a_reason(argument):
 
 
 def test_refusals_name_only_keys_that_exist_and_hide_no_key():
-  entries = [entry for group in tables()["keys"].values() for entry in group]
-  texts = [entry["remedy"] for entry in entries]
-  texts += [remedy for group in tables()["values"].values() for remedy in group.values()]
+  texts = [answer.remedy for answer in all_answers().values()]
+  texts += tables()["values"].values()
   words = {word for text in texts for word in re.findall(r"[a-z]\w*_\w+", text)}
   values = {choice for key in all_keys().values() for choice in key.choices}
   words -= {"ici_", "xla_dump_to", "hlo_file", *ACTIVATIONS, *PreflightOptions.model_fields, *SERVICES}
   assert words - values <= all_keys().keys()
-  assert not [name for name in all_keys() if entry_of(name)]
-  assert tables()["values"].keys() <= all_keys().keys()
+  assert not [name for name in all_keys() if answer_for(name)]
+  assert {row.partition("=")[0] for row in tables()["values"]} <= all_keys().keys()
+  assert tables()["removed"].keys() <= all_answers().keys()
 
 
 def test_each_name_of_other_programs_is_written_once():
-  entries = [entry for group in tables()["keys"].values() for entry in group]
-  names = [name for entry in entries for name in entry["names"].split()]
+  rows = [names for group in tables()["names"] for names in group["remedies"]]
+  names = [name for row in (*rows, *tables()["renamed"]) for name in row.split()]
   assert len(names) == len(set(names)) > 800
-  assert entry_of("mtc_data_parallelism")["what"] == "a key of MaxText"  # and not of xpk, which has mtc_*
-  assert entry_of("context_parallel_size")["safe"] == "*"  # MaxText derives it, so its dumps of a configuration have it
+  assert answer_for("mtc_data_parallelism").what == "a key of MaxText"  # and not of xpk, which has mtc_*
+  assert not answer_for("context_parallel_size").changes_numbers("2")  # MaxText derives it, so its dumps have it
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,12 @@ REFUSED = [
   (["hf_export_period=1000", "enable_checkpointing=false"], "Set enable_checkpointing=true, or hf_export_period=0"),
   (["hf_export_period=1000", "num_experts=4", "num_experts_per_tok=2", "use_qk_norm=false"], "Qwen3-MoE has these"),
   ([*ELASTIC, "elastic_min_slice_count=0"], "must be at least 1"),
+  (
+    ["num_slices=2", "witness_period=8", "dcn_fsdp_parallelism=2"],
+    "must be 1 with a witness, because",
+  ),
+  (["witness_period=8", "compile_xla_flags=--xla_gpu_deterministic_ops=false"], "lets each slice compute others"),
+  (["witness_period=-1"], "witness_period"),
   ([*ELASTIC, "elastic_min_slice_count=4"], "is more than the 3 slices"),
   ([*ELASTIC, "dcn_data_parallelism=3", "elastic_min_slice_count=2"], "could never work"),
   ([*ELASTIC, "dcn_fsdp_parallelism=3"], "a slice must hold the whole state to survive alone"),

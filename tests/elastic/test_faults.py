@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, RandomFaults, parse
+from trainer.elastic import flips
 from trainer.elastic.faults import FaultInjector, draw, expand
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -58,6 +62,15 @@ FAULTS = st.one_of(
     st.sampled_from(["step", "snapshot", "save", "eval", "restore", "recovery"]),
     st.sampled_from([None, 0.0, 2.5, float("inf")]),
   ),
+  st.builds(
+    Fault,
+    st.sampled_from(["flip_gradient", "flip_weight", "flip_optimizer"]),
+    st.integers(0, 999),
+    st.integers(0, 99),
+    sticky=st.booleans(),
+    array=st.sampled_from(["", "layers.mlp", "0.mu"]),
+    bit=st.integers(-1, 31),
+  ),
 )
 
 
@@ -85,6 +98,9 @@ def test_text_and_faults_are_inverse(faults):
     ("random:seed=1,rate=0", "Use a rate above 0"),
     ("random:seed=1,rate=1.5", "Use a rate above 0"),
     ("slice_down@3:1 slice_up@4:1", "is neither"),
+    ("flip_weight@3", "is neither"),
+    ("flip_gradient@3:1#32", "is neither"),
+    ("flip_gradient@3:1:step", "is neither"),
   ],
 )
 def test_mistakes_are_explained(text, message):
@@ -118,6 +134,34 @@ def test_each_fault_happens_once_at_the_first_moment_of_its_kind():
   assert slices.calls == [("lose", 1, None), ("give_back", 1), ("hang", 0, None), ("lose", 2, 7.0)]
   assert records == [("slice_down@3:1", 3), ("slice_up@5:1", 5), ("hang@6:0", 6), ("slice_down@4:2:save/7", 6)]
   assert not injector.faults
+
+
+def test_a_flip_changes_one_bit_of_the_named_array_once_unless_it_is_sticky():
+  tree = {"norm": jnp.ones(3), "mlp": {"up": jnp.ones((2, 4), jnp.bfloat16), "down": jnp.ones(5)}}
+  injector = FaultInjector(list(parse("flip_gradient@3:1=up#3, flip_gradient@4:1:sticky=mlp, flip_weight@4:0")))
+  changed = []
+  for step in range(1, 6):
+    injector.at("step", step)
+    assert injector.flips("flip_gradient", 0)(tree) is tree
+    of_slice = injector.flips("flip_gradient", 1)
+    for _ in range(2):  # the second time, the share is computed again
+      found = of_slice(tree, "share")
+      bits = jax.tree.map(lambda a, b: int(np.bitwise_count(as_bits(a) ^ as_bits(b)).sum()), found, tree)
+      changed.append([bits["norm"], bits["mlp"]["up"], bits["mlp"]["down"]])
+  assert changed[:4] == [[0, 0, 0]] * 4 and changed[4:6] == [[0, 1, 0], [0, 0, 0]]
+  assert len({tuple(one) for one in changed[6:]}) == 1 and sum(changed[6]) == 1 and changed[6][0] == 0
+  assert not injector.faults and injector.flips("flip_weight", 0)(tree) is not tree
+
+
+def as_bits(array: jax.Array) -> np.ndarray:
+  return np.asarray(array).view(f"uint{8 * array.dtype.itemsize}")
+
+
+def test_an_array_that_does_not_exist_is_refused():
+  params, opt_state = {"norm": jnp.ones(3)}, {"mu": jnp.ones(3)}
+  flips.check(parse("flip_weight@1:0=norm, flip_optimizer@1:0=mu, slice_down@1:0"), params, opt_state)
+  with pytest.raises(ConfigError, match=r"no array has mu in its name.\nUse one of norm"):
+    flips.check(parse("flip_gradient@1:0=mu"), params, opt_state)
 
 
 @pytest.mark.parametrize("moment", ["save", "eval"])

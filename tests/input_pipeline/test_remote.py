@@ -98,7 +98,7 @@ def test_the_tokenizer_tool_reads_an_address(tmp_path, store):
   for number, address in enumerate((keys["grain_train_files"], "memory://bucket/corpus")):
     cfg = DataOptions(dataset_type="grain", **keys | {"grain_train_files": address})
     splits = datasets.find(cfg)
-    job = pickle.loads(pickle.dumps(part.Job(splits, ByteTokenizer(), 258, 8, "split", "documents", 0)))
+    job = pickle.loads(pickle.dumps(part.TokenizeJob(splits, ByteTokenizer(), 258, 8, "split", "documents", 0)))
     (_, second, *_) = splits["train"].cut(splits["train"].pieces[0], 200)
     digests.add(part.write(job, "train", [second], tmp_path / f"{number}.array_record", lambda tokens: None)["sha256"])
   assert len(digests) == 1

@@ -25,7 +25,7 @@ from worlds.membership.messages import Message, message
 from worlds.membership.wire import Channel
 from worlds.place import HOST, MEMBER, SUPERVISOR, TOKEN
 from worlds.supervisor import Supervisor, Where
-from worlds.workers import Program
+from worlds.workers import MemberProgram
 
 CONFIG = TINY[0]
 SLOW = 240  # seconds
@@ -51,7 +51,7 @@ def test_a_connection_that_breaks_is_no_misunderstanding(monkeypatch, capsys):
     return channels.pop()
 
   monkeypatch.setattr(wire, "connect", connect)
-  assert Agent(Program((), {}), "host:1", SECRET, slices=1, host="", wait_seconds=0.0).run() == 42
+  assert Agent(MemberProgram((), {}), "host:1", SECRET, slices=1, host="", wait_seconds=0.0).run() == 42
   printed = capsys.readouterr().out
   assert "The connection to the supervisor has ended" in printed and "not understood" not in printed
 

@@ -13,7 +13,7 @@ import pytest
 from tests.launch.conftest import KEYS, ONE_WORLD, STEPS
 from tests.support import process_runs
 from tests.support.command import Run, differences
-from tests.support.forked_runs import DAMAGED, SLOW
+from tests.support.forked_runs import SLOW
 from tests.support.process_runs import ProcessRun
 from tests.support.torchrun_runs import OneWorker
 
@@ -105,14 +105,18 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_slice_whose_weights_are_damaged_is_replaced_before_its_sums_count(undisturbed, compiled, server, tmp_path):
-  """A bit of the primary's weights flips. The others repeat the step without it, and it gets their weights."""
-  run = ProcessRun(tmp_path, [*KEYS, compiled], environment={**SLOW, DAMAGED: "0:20"}, server=server)
+def test_a_slice_with_wrong_sums_is_taken_out_before_they_count_and_stays_away(undisturbed, compiled, server, tmp_path):
+  """Of the gradients of slice 0, one bit is wrong in step 16, in which a witness compares one of its shares."""
+  keys = [*KEYS, compiled, "witness_period=16", "fault_injection=flip_gradient@16:0"]
+  run = ProcessRun(tmp_path, keys, server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 0, run.tail()
   check(run, undisturbed)
-  assert [(event["slice"], event["step"]) for event in run.events("slice_down")] == [([0], 19)], run.tail()
-  assert "Member 0 is ended: it has computed 'step 20' with other weights than the other members." in run.printed
+  (alarm,) = run.events("witness")
+  assert (alarm["outcome"], alarm["round"], alarm["members"]) == ("removed", "step 16", [0])
+  assert list(alarm["arrays"].values()) == [1] and alarm["where"]["0"].startswith("host ")
+  assert [(event["slice"], event["step"]) for event in run.events("slice_down")] == [([0], 15)], run.tail()
+  assert run.count("slice_up") == 0 and "Starting member 0 again" not in run.printed
 
 
 @pytest.mark.soak  # test_agent.py loses the supervisor, checkpoint/test_kill.py all processes, test_ends.py ends all

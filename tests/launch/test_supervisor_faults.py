@@ -28,7 +28,7 @@ from worlds.membership.messages import message
 from worlds.membership.rules import RunRules
 from worlds.place import TOKEN, Place
 from worlds.supervisor import Supervisor, Where
-from worlds.workers import Program, Workers
+from worlds.workers import MemberProgram, Workers
 
 
 def advances(run: ProcessRun, supervisor, slices: int = 2) -> None:
@@ -143,7 +143,7 @@ class Ends:
     self.ended = threading.Event()
     place = Place(("127.0.0.1:1",), b"t" * 32, 0, lanes=2)
     code = f"import os, signal, sys, time\nlane = os.environ['TRAINER_LANE']\n{code}"
-    program = Program((sys.executable, "-c"), os.environ)
+    program = MemberProgram((sys.executable, "-c"), os.environ)
     self.workers = Workers(program, [code], place, [0], ended=self._end, log=self.lines.append)
 
   def _end(self, member: int, code: int) -> None:
@@ -233,7 +233,7 @@ def trained(supervisor: Supervisor, where: Where, steps: int) -> Membership:
 def test_a_member_whose_host_has_lost_its_data_is_not_started_all_the_time(capsys):
   """It ends with exit code 2 while another member makes 20 steps a second."""
   where = Where(socket.create_server(("127.0.0.1", 0)), "127.0.0.1", b"s" * 32)
-  program = Program(("sh", "-c", "exit 2"), os.environ)
+  program = MemberProgram(("sh", "-c", "exit 2"), os.environ)
   supervisor = Supervisor(program, [], RunRules(2, 1, 2, timeout=1.0), local=1, lanes=1, grace=0.0, where=where)
 
   told: list[tuple[int, int, float]] = []
@@ -260,7 +260,7 @@ def between(pause: float, *signals: int) -> None:
     os.kill(os.getpid(), number)
 
 
-STUBBORN = Program(("sh", "-c", "trap '' TERM INT; exec sleep 600"), os.environ)
+STUBBORN = MemberProgram(("sh", "-c", "trap '' TERM INT; exec sleep 600"), os.environ)
 
 
 @pytest.mark.parametrize(

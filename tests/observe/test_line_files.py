@@ -73,6 +73,16 @@ def test_a_restart_leaves_earlier_parts_unchanged(bucket, tmp_path):
   assert [line[20:] for line in files.read_lines("gs://b/run", "log.txt")] == ["life 0", "life 1", "life 2"]
 
 
+def test_the_last_lines_can_be_removed(bucket):
+  for part in ("ab", "cd", "e"):
+    lines = files.ObjectLines("gs://b/run", "x", period=60)
+    for line in part:
+      lines.append(line)
+    lines.close()
+  files.cut_lines("gs://b/run", "x", lambda line: line < b"d")
+  assert list(files.read_lines("gs://b/run", "x")) == ["a", "b", "c"]
+
+
 def test_lines_are_uploaded_without_a_flush(bucket):
   lines = files.ObjectLines("gs://b/run", "x", period=0.05)
   lines.append("soon")

@@ -150,6 +150,20 @@ def test_halves_are_compiled_for_the_same_bits_on_all_slices(monkeypatch):
   assert options(adds=False, **faster) == [faster, same, same]
 
 
+def test_the_digest_of_a_witness_sees_each_bit_and_each_place_and_no_sharding():
+  numbers = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
+  expected = np.asarray(state.digest([numbers, numbers[0].astype(jnp.bfloat16)]))
+  assert expected[0, 1] == sum(map(int.bit_count, numbers.view(np.uint32).reshape(-1).tolist()))
+  two = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+  placed = jax.device_put(numbers, jax.sharding.NamedSharding(two, jax.sharding.PartitionSpec("x")))
+  assert np.array_equal(jax.jit(state.digest)([placed])[0], expected[0])
+  damaged, moved = numbers.copy(), numbers[::-1].copy()
+  damaged.view(np.uint32).flat[-1] ^= 1 << 31
+  found, of_moved = (np.asarray(state.digest([array]))[0].astype(int) for array in (damaged, moved))
+  assert found[0] != expected[0, 0] and abs(found[1] - int(expected[0, 1])) == 1
+  assert of_moved[0] != expected[0, 0] and of_moved[1] == expected[0, 1]
+
+
 def test_the_checksum_of_weights_sees_each_bit_and_no_sharding():
   numbers = np.random.default_rng(0).standard_normal((4, 6)).astype(np.float32)
   weights = {"a": numbers, "b": numbers[0].astype(jnp.bfloat16)}

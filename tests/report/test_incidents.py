@@ -207,6 +207,16 @@ def test_failures_of_a_member_in_a_row_are_one_incident_until_it_returns(tmp_pat
   assert failing() == [1]
 
 
+def test_an_alarm_of_the_witness_names_the_slice_and_the_arrays(tmp_path):
+  run = fake_run.FakeRun(tmp_path)
+  run.step(1)
+  fields = {"round": "step 2", "members": [1], "where": {"1": "host a, TPU_3"}, "agreed": {"1": "step 1"}}
+  run.events.emit("witness", outcome="removed", arrays={"embedding": 2}, **fields)
+  run.events.emit("witness", outcome="removed", arrays="damaged", **fields)
+  (incident,) = found(tmp_path)
+  assert "embedding (2). Wrong sums from slice 1 (host a, TPU_3)" in incident.what and "step 1" in incident.what
+
+
 def test_a_run_without_incidents_says_so(tmp_path):
   fake_run.plain_run(tmp_path / "a", steps=3)
   run = history.load(str(tmp_path / "a"))

@@ -123,6 +123,7 @@ class Harness:
     self._directory, self._make_cluster, self._cache = directory, make_cluster, cache
     self._prepare_steps = prepare_steps
     self._topologies: dict[str, dict[tuple[int, ...], Topology[Program]]] = {}  # by the model, then by slices
+    self._checks: dict[str, dict[int, Any]] = {}  # by the model, then by slice
 
   def run(
     self,
@@ -150,6 +151,7 @@ class Harness:
       session.data.train = recorder  # type: ignore[assignment]
       topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})
       self._topologies[repr(config.model)] = session.programs.topologies = topologies
+      session.programs.checks = self._checks.setdefault(repr(config.model), {})
       attempt = functools.partial(self._attempt, config, session, watch)
       job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
       prepare(session, cluster)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import json
 import os
 import runpy
@@ -30,7 +29,6 @@ PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent en
 PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has ended become its children
 # A variable of the server. A forked process writes its own variables over this one, where /proc/PID/environ shows them.
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
-DAMAGED = "TRAINER_TEST_DAMAGED"  # MEMBER:STEP: a bit of the member's weights flips before this step
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
 SLOWED = "TRAINER_TEST_SLOWED"  # MEMBER:SECONDS: each of the member's shares takes so much longer
 SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
@@ -162,27 +160,6 @@ def slow_member(member: str, seconds: str, environment: Mapping[str, str]) -> No
     ShareSums.__call__ = compute_slowly  # type: ignore[method-assign]
 
 
-def damage(member: int, step: int) -> None:
-  """A bit of the weights flips before `step` if this process is `member`."""
-  import jax
-  import numpy as np
-
-  from trainer.drivers.many_worlds import ManyWorlds
-
-  take = ManyWorlds.step
-
-  def take_damaged(self: ManyWorlds, state: Any, n: int) -> Any:
-    if (self._peers.member, n) == (member, step):
-      first, *others = jax.tree.leaves(state.params)
-      bits = np.array(first).view(np.uint32)
-      bits.flat[0] ^= 1
-      leaves = [jax.device_put(bits.view(np.float32), first.sharding), *others]
-      state = dataclasses.replace(state, params=jax.tree.unflatten(jax.tree.structure(state.params), leaves))
-    return take(self, state, n)
-
-  ManyWorlds.step = take_damaged  # type: ignore[method-assign]
-
-
 def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   """Becomes the command."""
   linux = sys.platform == "linux"
@@ -204,8 +181,6 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
     slow_down()
   if orphan and (slowed := request["environment"].get(SLOWED)):
     slow_member(*slowed.split(":"), request["environment"])
-  if orphan and (damaged := request["environment"].get(DAMAGED)):
-    damage(*map(int, damaged.split(":")))
   if linux:
     show(request["environment"])
   os.environ.update(request["environment"])

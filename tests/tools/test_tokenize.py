@@ -32,20 +32,20 @@ from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize import run
 from trainer.tools.tokenize.__main__ import main
 from trainer.tools.tokenize.output import Part
-from trainer.tools.tokenize.part import Job
-from trainer.tools.tokenize.progress import Progress
+from trainer.tools.tokenize.part import TokenizeJob
+from trainer.tools.tokenize.progress import TokenProgress
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds
 
 
-def job_of(records: str, packing: str = "split", vocab_size: int = 300, **keys: str | int) -> Job:
+def job_of(records: str, packing: str = "split", vocab_size: int = 300, **keys: str | int) -> TokenizeJob:
   cfg = DataOptions(dataset_type="grain", **keys)
   tokenizer = ByteTokenizer() if vocab_size == 300 else None
-  return Job(datasets.find(cfg), tokenizer, vocab_size, LENGTH, packing, records, cfg.max_bad_records)
+  return TokenizeJob(datasets.find(cfg), tokenizer, vocab_size, LENGTH, packing, records, cfg.max_bad_records)
 
 
-def write_all(job: Job, folder: Path, part_bytes: int) -> list[bytes]:
+def write_all(job: TokenizeJob, folder: Path, part_bytes: int) -> list[bytes]:
   """The records of all parts of the training split, written in this process."""
   folder.mkdir()
   records = []
@@ -264,11 +264,11 @@ def test_the_description_changes_with_all_that_changes_the_output(tmp_path):
 
 def test_the_progress_ends_with_a_line_unless_the_work_has_failed(capsys):
   part = Part("train", 0, (Piece("a", Path("a"), 0, 2_000_000),))
-  with Progress(part.size) as progress:
+  with TokenProgress(part.size) as progress:
     progress.add_tokens(1000)
     progress.add_part(part)
   assert capsys.readouterr().out.startswith("100% of 2.0 MB, 1,000 tokens, ")
-  with pytest.raises(ConfigError), Progress(part.size):
+  with pytest.raises(ConfigError), TokenProgress(part.size):
     raise ConfigError("a document is wrong")
   assert capsys.readouterr().out == ""
 

@@ -14,7 +14,6 @@ from trainer.config.schema import Config
 from trainer.models import generation
 from trainer.models.generation import Sampling
 from trainer.tools import generate
-from trainer.weights import layerwise, names
 from trainer.weights.model import Model
 
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]
@@ -56,25 +55,6 @@ def test_greedy_text_of_a_batch_is_that_of_the_whole_model(model):
   for i, row in enumerate(rows):
     length = next(n for n, id in enumerate(row) if id in stop)
     assert [step[i] for step in ended] == row[:length] + [None] * (len(ended) - length)
-
-
-def test_the_check_of_an_export_computes_the_logits_of_the_model_and_reads_only_chosen_experts(model):
-  cfg, read_experts = model.functions.cfg, set()
-  tensors, weights = hf_folders.to_hugging_face(model.params, cfg), names.weights(cfg)
-
-  def read(name, rows):
-    weight = weights[name]
-    if not weight.of_experts:
-      return weight.to_ours(tensors[weight.theirs[0]])[rows]
-    read_experts.update((name, i) for i in range(rows.start, rows.stop))
-    return np.stack([weight.to_ours(tensors[theirs]) for theirs in weight.theirs[rows]])
-
-  prompt = [7, 300, 9]
-  found = layerwise.Layerwise(cfg).logits(read, prompt)
-  expected = model.logits([id % cfg.vocab_size for id in prompt])
-  np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
-  for name in {name for name, _ in read_experts}:
-    assert 0 < sum(other == name for other, _ in read_experts) <= len(prompt) * cfg.num_experts_per_tok
 
 
 def test_top_k_and_top_p_leave_out_unlikely_tokens():

@@ -23,6 +23,23 @@ _REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request
 _THREADS = 16  # at most: each holds a block or two
 
 
+def read_whole(folder: Any, name: str) -> np.ndarray:
+  """An array of a checkpoint. folder: an epath. Raises Rejected if it cannot be read."""
+  import tensorstore
+
+  kvstore = {"driver": "ocdbt", "base": _place(folder), "path": f"{name}/"}
+  try:
+    return tensorstore.open({"driver": "zarr3", "kvstore": kvstore}).result().read().result()
+  except ValueError as error:  # tensorstore has no type of its own
+    raise Rejected(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def _place(folder: Any) -> Any:
+  """Where tensorstore finds the arrays of a checkpoint."""
+  base = f"{folder}/state"
+  return s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if '://' in base else f'file://{base}'}/"
+
+
 class ArrayParts:
   """The arrays of a checkpoint in the format of `Persistent`: zarr3 in OCDBT, without compression."""
 
@@ -30,34 +47,27 @@ class ArrayParts:
     """folder: an epath."""
     import tensorstore
 
-    base = str(folder / "state")
-    place = s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if '://' in base else f'file://{base}'}/"
-    spec = {"driver": "ocdbt", "base": place}
-    self._store = tensorstore.KvStore.open(spec).result()
-    self._block = _REMOTE_BLOCK if "://" in base else BLOCK
+    self._store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _place(folder)}).result()
+    self._block = _REMOTE_BLOCK if "://" in str(folder) else BLOCK
     self._threads = futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))  # they end with this object
     self._layouts: dict[str, tuple[list[int], list[int]]] = {}
 
-  def read(
-    self, name: str, index: tuple[int, ...], out: np.ndarray, found: Blocks | None = None, first: int = 0
-  ) -> np.ndarray:
+  def read(self, name: str, index: tuple[int, ...], out: np.ndarray, found: Blocks) -> np.ndarray:
     """Returns `out` with the values at `index`, a number for each of the first dims. Reads no other bytes.
 
-    out: an array with any layout in memory. first: the number of the stored row with which `out` begins, in the dim
-    after those of `index`. found: gets the values too, so that the caller can check the fingerprint of all parts
-    together. Reads on all cores. Raises Rejected if the values cannot be read.
+    out: an array with any layout in memory. found: gets the values too, so that the caller can check the fingerprint of
+    all parts together. Reads on all cores. Raises Rejected if the values cannot be read.
     """
     shape, chunk = self._layout(name)
     row = math.prod(out.shape[1:])
     number = int(np.ravel_multi_index(index, shape[: len(index)])) if index else 0
-    before = (number * shape[len(index)] + first) * row
+    before = number * shape[len(index)] * row
     step = max(1, self._block // max(1, row * out.itemsize))
 
     def read_block(begin: int) -> None:
       rows = out[begin : begin + step]
-      values = self._rows(name, chunk, (*index, first + begin), rows.shape, rows.dtype)
-      if found is not None:
-        found.add(values, before + begin * row)
+      values = self._rows(name, chunk, (*index, begin), rows.shape, rows.dtype)
+      found.add(values, before + begin * row)
       tiles.copy(rows, values)
 
     list(self._threads.map(read_block, range(0, len(out), step)))

@@ -75,7 +75,7 @@ def _join(
   """This process as one of several worlds. If it is the first one of torchrun, it starts the supervisor."""
   worker = None
   if SUPERVISOR not in environment and torchrun.RUN_ID in environment:
-    worker = torchrun.Worker.read(environment)
+    worker = torchrun.TorchrunWorker.read(environment)
     assert rules is not None, "this program does not train"
     place = worker.place(rules.timeout)
   else:

@@ -76,6 +76,7 @@ class Cluster(ABC):
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
       raise ConfigError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
     self.devices_per_slice = next(iter(sizes.values()))
+    self._barred: frozenset[int] = frozenset()
     self._deaths = dict.fromkeys(self.slices, 0)  # increases whenever a slice is found to have died
     self._deaths_lock = threading.Lock()
 
@@ -101,6 +102,10 @@ class Cluster(ABC):
     assert ids and set(ids) <= set(self.slices), f"slices {ids} are not all among {sorted(self.slices)}"
     devices = tuple(self.slices[i] for i in ids)
     return View(ids, devices, self.num_slices, tuple(self._deaths[i] for i in ids))
+
+  def bar(self, slice_ids: Iterable[int]) -> None:
+    """These slices compute wrongly: to this process, they are dead from now on."""
+    self._barred |= frozenset(slice_ids)
 
   def copied(self, view: View) -> dict[int, tuple[Device, ...]]:
     """{id: devices} of the slices of `view` whose hosts write local copies of the state."""

@@ -7,9 +7,12 @@ where the supervisor is and who this process is.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping
+from pathlib import Path
 
 import jax
+import jaxlib
 from jax import Device
 
 from trainer import world as world_lib
@@ -92,6 +95,18 @@ class MultiprocessCluster(Cluster):
     if self.world.size > 1:
       with contextlib.suppress(RuntimeError):  # another process of the slice has died
         jax.distributed.shutdown()
+
+
+def numerics(device: Device) -> str:
+  """What the bits of a program's results on the device depend on, besides the program and its compiler options."""
+  kind, info = device.device_kind, Path("/proc/cpuinfo")
+  if device.platform == "cpu" and info.exists():  # programs use all instructions of this CPU
+    models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+    kind = models[0].partition(":")[2].strip() if models else kind
+  flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
+  of_bits = sorted(flag for flag in flags if "dump" not in flag and "host_platform_device_count" not in flag)
+  versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {device.client.platform_version}"
+  return ", ".join([kind, *versions.split("\n"), *of_bits])
 
 
 def _join_slice(cfg: ClusterSection, environment: Mapping[str, str], place: Place) -> None:

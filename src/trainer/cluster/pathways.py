@@ -72,7 +72,7 @@ class PathwaysCluster(Cluster):
     return self._faults
 
   def alive(self) -> frozenset[int]:
-    return self._health.check(self.slices)
+    return self._health.check(self.slices.keys() - self._barred)
 
   def _reasons(self) -> str:
     return f" ({self._health.describe(self.slices)})"
@@ -82,7 +82,7 @@ class PathwaysCluster(Cluster):
       self._faults.replace()
 
   def returned(self, view: View) -> frozenset[int]:
-    missing = frozenset(self.slices) - frozenset(view.slices)
+    missing = frozenset(self.slices) - frozenset(view.slices) - self._barred
     found = self._health.passed(missing)  # before new checks begin: those have no result yet
     if missing and self._clock() - self._last_look >= self.poll_seconds:
       self._last_look = self._clock()

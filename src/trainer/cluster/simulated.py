@@ -84,7 +84,7 @@ class SimulatedCluster(Cluster):
     with self._lock:
       now = self._clock()
       self._return([i for i, when in self._down.items() if when is not None and when <= now])
-      return frozenset(self.slices) - frozenset(self._down)
+      return frozenset(self.slices) - frozenset(self._down) - self._barred
 
   def lost(self, view: View, named: Iterable[int] = ()) -> frozenset[int]:
     lost = super().lost(view, named)

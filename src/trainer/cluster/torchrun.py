@@ -36,7 +36,7 @@ _END_SECONDS = 15.0  # that the supervisor may need when the run is over, until 
 
 
 @dataclasses.dataclass(frozen=True)
-class Worker:
+class TorchrunWorker:
   """This process among the workers of a group that torchrun has started."""
 
   rank: int
@@ -49,7 +49,7 @@ class Worker:
   secret: str = ""  # that the user has given to all nodes
 
   @classmethod
-  def read(cls, environment: Mapping[str, str]) -> Worker:
+  def read(cls, environment: Mapping[str, str]) -> TorchrunWorker:
     """The worker that torchrun's variables describe. Raises ConfigError if they describe none."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     given = {name: environment.get(name, "") for name in (*names, "MASTER_ADDR")}
@@ -108,7 +108,7 @@ class Worker:
 class ChildSupervisor:
   """The supervisor of the run, as a child process of rank 0. It ends with this process."""
 
-  def __init__(self, worker: Worker, rules: RunRules) -> None:
+  def __init__(self, worker: TorchrunWorker, rules: RunRules) -> None:
     """Raises ConfigError if no port can be had."""
     listener = _listen(worker)
     job = {
@@ -141,7 +141,7 @@ class ChildSupervisor:
     self._process.wait()
 
 
-def _listen(worker: Worker) -> socket.socket:
+def _listen(worker: TorchrunWorker) -> socket.socket:
   """A socket that listens on the first free port of the worker's group, at the address MASTER_ADDR."""
   reason: OSError | None = None
   for port in worker.ports:

@@ -6,7 +6,7 @@ answers.yml has them: the keys of MaxText, options of launchers, and settings of
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -16,59 +16,78 @@ import yaml
 # What an unknown value of a key may have been meant for.
 HINTS = {"cluster": "If this is the name of a GKE cluster, give it to xpk or gcluster, outside the command.\n"}
 
-_OLDER = "of older versions"  # how `what` of a key ends that this program had
-# Values of MaxText that turn off what a key is about.
-_OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
-
 # Values of MaxText that mean "not set", and what they are here.
 _UNSET = {"compile_topology_num_slices": {"-1": "1"}}
 
+_OLDER = "a key of older versions"
+# Values of MaxText that turn off what a key is about.
+_OFF = ("", "0", "0.", "0.0", "-1", "-1.0", "false", "none", "[[]]")
 
-def entry_of(name: str) -> dict[str, str] | None:
-  """Returns the entry of answers.yml for a name of another program that this program lacks; None for other names.
 
-  The entry has `what` (what the name is) and `remedy`. name: with _ for -, and perhaps with a section: a section that
-  the answers do not name makes no difference.
+@dataclass(frozen=True)
+class Answer:
+  """What a name is, and what to do instead.
+
+  safe: values with which a run has the same numbers without the name. default: another one, which a removed key had.
+  renamed: the key that has its value here, or "".
+  """
+
+  what: str
+  remedy: str
+  safe: tuple[str, ...] = _OFF
+  default: str | None = None
+  renamed: str = ""
+
+  @property
+  def is_older(self) -> bool:
+    """Whether this program had a key of this name."""
+    return self.what.endswith("of older versions")
+
+  def changes_numbers(self, value: str) -> bool:
+    """Whether a run with this value of the key computes something that this program does not."""
+    return value.lower() != self.default and not any(fnmatchcase(value.lower(), pattern) for pattern in self.safe)
+
+
+def answer_for(name: str) -> Answer | None:
+  """Returns the answer to a name of another program that this program lacks; None for other names.
+
+  name: with _ for -, and perhaps with a section: a section that the answers do not name makes no difference.
   """
   for spelled in (name, name.rpartition(".")[2]):
-    if spelled in _entries():
-      return _entries()[spelled]
-    for pattern, entry in _entries().items():
+    if spelled in all_answers():
+      return all_answers()[spelled]
+    for pattern, answer in all_answers().items():
       if "*" in pattern and fnmatchcase(spelled, pattern):
-        return entry
+        return answer
   return None
-
-
-def changes_numbers(entry: Mapping[str, str], value: str) -> bool:
-  """Whether a run of MaxText with this value of a key computes something that this program does not."""
-  safe = entry["safe"].split() if "safe" in entry else _OFF
-  return not any(fnmatchcase(value.lower(), pattern) for pattern in safe)
 
 
 def answer_for_value(name: str, value: str) -> str | None:
   """Returns what to do instead of giving another program's `value` of the key `name`; None for other values."""
-  for patterns, remedy in tables()["values"].get(name, {}).items():
-    if any(fnmatchcase(value, pattern) for pattern in patterns.split()):
+  for row, remedy in tables()["values"].items():
+    key, _, patterns = row.partition("=")
+    if key == name and any(fnmatchcase(value, pattern) for pattern in patterns.split()):
       return remedy
   return None
 
 
 def says_nothing(name: str, value: str | None, *, recorded: bool) -> bool:
-  """Whether a run is the same without a name that is no key: a key of MaxText with the value of what is done anyway.
+  """Whether a run is the same without a name that is no key: a removed key with its default, if others have the key.
 
   recorded: in a file with every key of an older version, also a key of it that does not change the numbers of the run.
   """
-  entry = entry_of(name.replace("-", "_"))
-  if entry is None or value is None:
+  answer = answer_for(name.replace("-", "_"))
+  if answer is None or value is None:
     return False
-  dropped = recorded and entry["what"].endswith(_OLDER) and not changes_numbers(entry, value)
-  return dropped or value.lower() == entry.get("accepted")
+  if recorded and answer.is_older:
+    return not answer.changes_numbers(value)
+  return value.lower() == answer.default and answer.what != _OLDER
 
 
 def lost(name: str, value: str) -> str:
   """What to do about a key of older versions with a value that changed the numbers of the run; "" for others."""
-  entry = entry_of(name)
-  return entry["remedy"] if entry and entry["what"].endswith(_OLDER) and changes_numbers(entry, value) else ""
+  answer = answer_for(name)
+  return answer.remedy if answer and answer.is_older and answer.changes_numbers(value) else ""
 
 
 def translated(name: str, value: str) -> str:
@@ -77,14 +96,21 @@ def translated(name: str, value: str) -> str:
 
 
 @functools.cache
+def all_answers() -> dict[str, Answer]:
+  """Returns {name or pattern: its answer}."""
+  found: dict[str, Answer] = {}
+  defaults = tables()["removed"]
+  for group in tables()["names"]:
+    safe = tuple(group["safe"].split()) if "safe" in group else _OFF
+    for names, remedy in group["remedies"].items():
+      for name in names.split():
+        found[name] = Answer(group["what"], remedy, safe, defaults.get(name.replace(".", "_")))
+  renamed = tables()["renamed"].items()
+  return found | {name: Answer("a key of MaxText", f"Set {ours}.", renamed=ours) for name, ours in renamed}
+
+
+@functools.cache
 def tables() -> dict[str, Any]:
   """Returns answers.yml."""
   loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # texts only: true stays "true"
   return yaml.load(Path(__file__).with_name("answers.yml").read_text(), loader)
-
-
-@functools.cache
-def _entries() -> dict[str, dict[str, str]]:
-  """{name or pattern: its entry of answers.yml}."""
-  groups = tables()["keys"].items()
-  return {name: entry | {"what": what} for what, group in groups for entry in group for name in entry["names"].split()}

@@ -5,6 +5,13 @@
   slice_up@STEP:SLICE[:MOMENT]               a dead slice returns with empty memory, or a hanging slice continues
   hang@STEP:SLICE[:MOMENT][/SECONDS]         the slice stops answering, without an error; after SECONDS it continues
   ckpt_kill@STEP                             the process kills itself (SIGKILL) while that checkpoint is being written
+  FLIP@STEP:SLICE[:sticky][=ARRAY][#BIT]     one bit is wrong on a device of the slice, in an array whose name includes
+                                             ARRAY; array and bit are drawn if they are not given. FLIP is one of
+      flip_gradient                          in the sums of each share that it computes in STEP (one controller: in
+                                             its sums for the witness). They are right when it computes them again;
+                                             with sticky, they are wrong from STEP on
+      flip_weight, flip_optimizer            in its weights or its optimizer state, before STEP is computed; with
+                                             sticky, before each later step too
   random:seed=S,rate=R                       each step has a fault with probability R; the seed spares one slice
 
 MOMENT is one of
@@ -28,12 +35,16 @@ from typing import Literal, cast, get_args
 from trainer.config.errors import ConfigError
 
 Moment = Literal["step", "prepared", "snapshot", "save", "eval", "restore", "recovery"]
-Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill"]
+Kind = Literal["slice_down", "slice_up", "hang", "ckpt_kill", "flip_gradient", "flip_weight", "flip_optimizer"]
 
 _EXAMPLE = "Write for example fault_injection='slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50'."
 _FAULT = re.compile(
   r"(?P<kind>slice_down|slice_up|hang|ckpt_kill)@(?P<step>[0-9]{1,10})(:(?P<slice>[0-9]{1,10}))?"
   r"(:(?P<moment>[a-z]+))?(/(?P<seconds>[0-9]+(\.[0-9]+)?|inf))?"
+)
+_FLIP = re.compile(
+  r"(?P<kind>flip_gradient|flip_weight|flip_optimizer)@(?P<step>[0-9]{1,10}):(?P<slice>[0-9]{1,10})"
+  r"(?P<sticky>:sticky)?(=(?P<array>[A-Za-z0-9_.]+))?(#(?P<bit>[0-9]|[12][0-9]|3[01]))?"
 )
 _RANDOM = re.compile(r"random:seed=(?P<seed>[0-9]{1,18}),rate=(?P<rate>[0-9]*\.?[0-9]+)")
 
@@ -47,8 +58,19 @@ class Fault:
   slice: int | None = None
   moment: Moment = "step"
   seconds: float | None = None
+  sticky: bool = False
+  array: str = ""
+  bit: int = -1  # -1: drawn
+
+  @property
+  def is_flip(self) -> bool:
+    """Whether it only changes numbers, so that nothing is lost on command."""
+    return self.kind.startswith("flip_")
 
   def __str__(self) -> str:
+    if self.is_flip:
+      where = (":sticky" * self.sticky) + (f"={self.array}" if self.array else "") + (f"#{self.bit}" * (self.bit >= 0))
+      return f"{self.kind}@{self.step}:{self.slice}{where}"
     moment = "" if self.kind == "ckpt_kill" or self.moment == "step" else f":{self.moment}"
     seconds = "" if self.seconds is None else f"/{self.seconds:g}"
     return f"{self.kind}@{self.step}" + ("" if self.slice is None else f":{self.slice}") + moment + seconds
@@ -75,10 +97,14 @@ def _parse_one(text: str) -> Fault | RandomFaults:
     if not 0 < faults.rate <= 1:
       raise ConfigError(f"{given} the rate is a probability.\nUse a rate above 0 and at most 1.")
     return faults
+  if match := _FLIP.fullmatch(text):
+    kind, sticky, bit = cast(Kind, match["kind"]), bool(match["sticky"]), int(match["bit"] or -1)
+    return Fault(kind, int(match["step"]), int(match["slice"]), sticky=sticky, array=match["array"] or "", bit=bit)
   match = _FAULT.fullmatch(text)
   if match is None:
     raise ConfigError(
       f"{given} is neither KIND@STEP[:SLICE][:MOMENT][/SECONDS] with KIND slice_down, slice_up, hang or ckpt_kill, nor "
+      "KIND@STEP:SLICE[:sticky][=ARRAY][#BIT] with KIND flip_gradient, flip_weight or flip_optimizer, nor "
       f"random:seed=S,rate=R.\n{_EXAMPLE}"
     )
   kind = cast(Kind, match["kind"])

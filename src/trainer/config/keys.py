@@ -148,7 +148,7 @@ def as_key(name: str, text: str | None) -> tuple[str, str | None]:
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or one of another program for which there is a prepared answer."""
   spelled = as_key(name.replace("-", "_"), None)[0]
-  return spelled in all_fields() or spelled in SWITCHES or answers.entry_of(spelled) is not None
+  return spelled in all_fields() or spelled in SWITCHES or answers.answer_for(spelled) is not None
 
 
 def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
@@ -172,8 +172,8 @@ def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  if entry := answers.entry_of(spelled):
-    raise ConfigError(f"{name} ({origin}): this is {entry['what']}, not of this program.\n{entry['remedy']}")
+  if answer := answers.answer_for(spelled):
+    raise ConfigError(f"{name} ({origin}): this is {answer.what}, not of this program.\n{answer.remedy}")
   hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), all_keys())
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."

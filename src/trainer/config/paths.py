@@ -21,7 +21,9 @@ from trainer.config.schema import Config, DataSection, ObserveSection
 _WRITERS = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
 _EXTRA_OF = {"gs": "gcs", "s3": "s3"}
 # The files and folders of a run's folder.
-_RUN_FILES = "log.txt events.jsonl metrics.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
+_RUN_FILES = (
+  "log.txt events.jsonl metrics.jsonl receipt.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
+)
 _RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
 # Service that needs a package: the package. The extra of this project that has it has the service's name.
 _PACKAGES = {"wandb": "wandb", "trackio": "trackio", "goodput": "ml_goodput_measurement"}
@@ -34,6 +36,8 @@ def extras(observe: ObserveSection) -> Iterator[tuple[str, str, str]]:
       yield f"services={service}", package, service
   if observe.eval_tasks:
     yield f"eval_tasks={observe.eval_tasks}", "lm_eval", "lm_eval"
+  if observe.receipt_key_path:
+    yield f"receipt_key_path={observe.receipt_key_path}", "cryptography", "receipt"
 
 
 def check(config: Config, problems: Problems) -> None:

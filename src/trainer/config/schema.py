@@ -403,6 +403,9 @@ class ElasticSection(Section):
   snapshot_period: NonNegative = 0
   """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time. Not for slices as separate
   processes."""
+  witness_period: NonNegative = 0
+  """Steps between two witnesses: a second slice computes a part of the step too, and the bits of both are compared
+  (docs/trust.md). 0: never. Needs at least two slices."""
   fault_injection: str = ""
   """Faults to rehearse: 'slice_down@12:1, slice_up@30:1, hang@40:2, ckpt_kill@50' or 'random:seed=1,rate=0.05'.
   docs/elastic.md describes the grammar."""
@@ -447,6 +450,11 @@ class ObserveSection(Section):
   event_webhook_url: str = ""
   """Address (http:// or https://) that gets the JSON of each event of events.jsonl by POST, once. A receiver that does
   not answer costs events and no step. Empty: no webhook."""
+  receipt_state_period: NonNegative = 100
+  """Steps between digests of the state in receipt.jsonl, which has a line for each step (docs/trust.md). States of
+  checkpoints and of the last step have one too. 0: no receipt."""
+  receipt_key_path: str = ""
+  """File with an ed25519 key (PEM) that signs receipt.jsonl (extra receipt). Empty: it is not signed."""
   enable_report: bool = True
   """Write report.html and loss.png at the end."""
   profiler: Literal["", "xplane"] = ""

@@ -69,6 +69,7 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_effects(config.optimizer))
   problems.add(_cluster(config.cluster))
   problems.add(_exchange(config.elastic))
+  problems.add(_witness(config.elastic, config.run.compile_xla_flags))
   problems.add(_checkpoint(config.checkpoint, config.observe))
   problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
@@ -346,15 +347,17 @@ def _elastic(
   least = elastic.elastic_min_slice_count
   if least == 0:
     yield "elastic_min_slice_count=0: must be at least 1, or -1 for all slices.\nUse 1."
-  if not elastic.elastic_enabled:
+  if not elastic.elastic_enabled and not elastic.witness_period:
     return
+  key, reason = ("elastic_enabled=true", "survive") if elastic.elastic_enabled else ("a witness", "be checked")
   for name, size in rules.group_sizes(parallelism, "dcn").items():
     if size != 1 and name != "dcn_data_parallelism":
       yield (
-        f"{name}={size}: must be 1 with elastic_enabled=true, because a slice must hold the whole state to survive "
-        "alone.\n"
+        f"{name}={size}: must be 1 with {key}, because a slice must hold the whole state to {reason} alone.\n"
         f"Use {name}=1 and shard inside the slice with {name.replace('dcn', 'ici')}."
       )
+  if not elastic.elastic_enabled:
+    return
   replicas = parallelism.dcn_data_parallelism
   slices = cluster.num_slices or max(replicas, 0)
   if slices and least > slices:
@@ -381,12 +384,20 @@ def _exchange(elastic: ElasticSection) -> Iterator[str]:
       yield f"exchange_network={shorten(network)}: {error}.\nGive a subnet such as 10.1.0.0/16, or an interface."
 
 
+def _witness(elastic: ElasticSection, flags: str) -> Iterator[str]:
+  if elastic.witness_period and re.search("xla_gpu_deterministic_ops=(false|0)", flags.lower()):
+    yield (
+      f"witness_period={elastic.witness_period}: compares bits, and compile_xla_flags lets each slice compute others.\n"
+      "Remove xla_gpu_deterministic_ops=false, or set witness_period=0."
+    )
+
+
 def _faults(elastic: ElasticSection, checkpoint: CheckpointSection) -> Iterator[str]:
   """Refuses faults outside the grammar (ConfigError), and faults from which the run could not recover."""
   text = shorten(elastic.fault_injection)
   faults = parse_faults(elastic.fault_injection)
   kinds = dict.fromkeys("random" if isinstance(fault, RandomFaults) else fault.kind for fault in faults)
-  of_slices = [kind for kind in kinds if kind != "ckpt_kill"]
+  of_slices = [kind for kind in kinds if kind != "ckpt_kill" and not kind.startswith("flip_")]
   if of_slices and not elastic.elastic_enabled:
     yield (
       f"fault_injection={text}: {', '.join(of_slices)} would only end a run that is not elastic.\n"

@@ -7,6 +7,8 @@ process: members that are lost or join change who computes which shares, and not
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,14 +19,16 @@ from input_pipeline.batch import Batch
 from input_pipeline.prefetch import Prefetcher
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.tiers import Tiers
-from trainer.cluster import View
+from trainer.cluster import View, multiprocess
 from trainer.config.schema import Config
 from trainer.drivers import joining
 from trainer.drivers.rounds import Own, Rounds, Share
+from trainer.drivers.witness import ComparedShare
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
 from trainer.models.decoder import Params
+from trainer.observe import environment
 from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Halves, Program
 from trainer.program.state import TrainState
@@ -32,8 +36,10 @@ from trainer.program.step import Sums
 from trainer.run import driver
 from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.session import Session
+from worlds.exchange import Part
 from worlds.membership.client import SupervisorLost
-from worlds.membership.messages import Message, failing_line, slow_line
+from worlds.membership.messages import Message, failing_line, slow_line, to_ranges
+from worlds.membership.witness import alarm_line
 from worlds.peers import Change, Peers
 
 
@@ -59,8 +65,10 @@ class ManyWorlds:
     self._program, self._peers, self._tiers = program, peers, tiers
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
+    self._period = config.elastic.witness_period
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
+    self.proof: dict[str, Any] = {}
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -70,6 +78,11 @@ class ManyWorlds:
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     # First the compilation: a member joins the others when it can compute.
     self._halves: Halves = self._elastic.compiled_step(self._view)
+    if self._period:
+      devices = self._program.mesh.devices.flat
+      numerics = f"{multiprocess.numerics(devices[0])}, {dict(self._program.compiler_options)}"
+      where = f"host {environment.host()}, {', '.join(map(str, devices))}"
+      self._peers.membership.send("device", where=where, numerics=numerics)
     start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
@@ -91,15 +104,27 @@ class ManyWorlds:
     assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
-    self._state = state
+    state = self._state = self._damaged(state)
     params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
+
+    flips = self._elastic.faults.flips("flip_gradient", self._peers.member)
 
     def compute(share: Share) -> Own:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
-      return Own(*self._halves.sums(params, batch))
+      scalars, parts = self._halves.sums(params, batch)
+      trees = flips([part.tree for part in parts], share)
+      return Own(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
-    checksum = self._halves.checksum(state.params)
-    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total)
+    weights = self._halves.checksum(state.params)
+    compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
+    if checks is not None and n % self._period == 0:
+      seed, check = self._config.data.data_shuffle_seed, n // self._period
+      compared = ComparedShare(self._peers, checks, seed, check, compute)
+      checksum = functools.partial(checks.number, checks.of_state(state))
+    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total, compared)
+    computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
+    self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
+    self.proof |= {"witness": compared.record()} if compared else {}
     sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
     self._state, metrics = self._halves.apply(state, sums)
     self._step, self._evaluated = n, False
@@ -126,7 +151,8 @@ class ManyWorlds:
       return Own(np.concatenate(list(whole)))
 
     with self._evaluation() as name:  # one round, so that all sets are evaluated or none
-      scalars, _ = self._rounds.agree(name, self._halves.checksum(params), compute, None)
+      checksum = functools.partial(int, self._halves.checksum(params))
+      scalars, _ = self._rounds.agree(name, checksum, compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
@@ -186,12 +212,21 @@ class ManyWorlds:
   def close(self) -> None:
     self._threads.close()
 
+  def _damaged(self, state: TrainState) -> TrainState:
+    """The state with the bits that a rehearsed fault flips."""
+    faults, member = self._elastic.faults, self._peers.member
+    params = faults.flips("flip_weight", member)(state.params)
+    opt_state = faults.flips("flip_optimizer", member)(state.opt_state)
+    return dataclasses.replace(state, params=params, opt_state=opt_state)
+
   def _prepared(self, index: int) -> tuple[dict[Share, Batch], float]:
     """(the batches of the shares that this member computes now: the dealing may have changed when they are used, the
     mean weight of the tokens of the whole batch if the balance loss of experts needs it, else 1)."""
     needed = self._config.model.has_balance_loss
     mean_weight = self._session.data.train.mean_weight(index) if needed else 1.0
-    return {share: self._train.share(index, share) for share in self._peers.shares}, mean_weight
+    batches = {share: self._train.share(index, share) for share in self._peers.shares}
+    self._session.data.train.prepare_digest(index)
+    return batches, mean_weight
 
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)
@@ -227,7 +262,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
 
 
 def _record_notice(session: Session, notice: Message) -> None:
-  """Records that a member fails repeatedly while the others go on, has become slow, or is no longer slow."""
-  fields = {name: value for name, value in notice.items() if name != "kind"}
-  session.events.emit(f"member_{notice['kind']}", **fields)
-  session.log.line(failing_line(notice) if notice["kind"] == "failing" else slow_line(notice))
+  """Records that a member fails repeatedly while the others go on, or is slow or no longer slow, or an alarm."""
+  kind, fields = notice["kind"], {name: value for name, value in notice.items() if name != "kind"}
+  session.events.emit("witness" if kind == "alarm" else f"member_{kind}", **fields)
+  session.log.line({"failing": failing_line, "slow": slow_line, "alarm": alarm_line}[kind](notice))

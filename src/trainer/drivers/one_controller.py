@@ -13,6 +13,7 @@ import jax
 from input_pipeline.prefetch import Prefetcher
 from trainer.cluster import View
 from trainer.config.schema import Config
+from trainer.drivers.slice_witness import SliceWitness
 from trainer.elastic.attempt import ElasticRun, Outcome
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
@@ -43,6 +44,8 @@ class OneController:
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
+    self.proof = dict[str, Any](computed=dict(zip(map(str, view.slices), program.plan.ranges)))
+    self._witness = SliceWitness(config, session, elastic, view, program, guard)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -75,6 +78,7 @@ class OneController:
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
+    state = self._witness.before_step(state, n)
     result = self._compiled_step(state, self._on_slices(rounds))
     self._steps += 1
     if self._steps == _PREPARE_AFTER:

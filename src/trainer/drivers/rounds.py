@@ -14,7 +14,7 @@ import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -50,6 +50,15 @@ class _Sum:
     return functools.reduce(np.add, [np.asarray(one, np.float32) for one in jax.device_get(self.scalars)])
 
 
+class Compared(Protocol):
+  """A share of a step that other members compute too, so that all sums of it are compared before the commit."""
+
+  def compute(self, share: Share) -> Own: ...
+  def begins_again(self) -> bool: ...
+  def join_in(self) -> None: ...
+  def report(self, round_name: str) -> None: ...
+
+
 class Rounds:
   """The rounds of one member: steps, which sum gradients and scalars, and evaluations, which sum scalars."""
 
@@ -71,16 +80,26 @@ class Rounds:
     self._reports = ThreadPoolExecutor(1, "report of the computation")
 
   def agree(
-    self, round_name: str, checksum: jax.Array, compute: Callable[[Share], Own], total: np.ndarray | None
+    self,
+    round_name: str,
+    checksum: Callable[[], int],
+    compute: Callable[[Share], Own],
+    total: np.ndarray | None,
+    compared: Compared | None = None,
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
-    compute(share) once for each share of this member. checksum: of this member's weights. The round is committed only
-    if all members have the same checksum. Raises StopRequested if the round, an evaluation, is interrupted."""
+    compute(share) once for each share of this member. checksum(): of this member's weights. The round is committed only
+    if all members have the same checksum. compared: computes in the place of `compute`. Raises StopRequested if the
+    round, an evaluation, is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), 0.0
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
-      held = self._compute(held, compute)
+      if compared is not None and compared.begins_again():
+        held = {}
+      held = self._compute(held, compute if compared is None else compared.compute)
+      if compared is not None:
+        compared.join_in()
       if peers.interrupted:
         raise StopRequested
       scalars = {share: of_share.host_scalars() for share, of_share in held.items()}  # waits for them only
@@ -96,7 +115,9 @@ class Rounds:
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, peers.dealt, total_scalars, group=self._group)
         report.result()
-        member_seconds = peers.commit(round_name, int(checksum))
+        if compared is not None:
+          compared.report(round_name)
+        member_seconds = peers.commit(round_name, checksum())
       except PeerLost as error:
         peers.exchange_failed(error)
       except MembershipChanged:

@@ -37,6 +37,12 @@ class BatchPlan:
     """All groups, flat: int32 [computed rows]."""
     return np.concatenate([group.reshape(-1) for group in self.groups])
 
+  @property
+  def ranges(self) -> list[list[list[int]]]:
+    """For each slice, the ranges [first, end) of its rows: one range, because `plan` deals them in order."""
+    own = [np.concatenate([group[:, i].ravel() for group in self.groups]) for i in range(self.groups[0].shape[1])]
+    return [[[int(rows[0]), int(rows.max()) + 1]] for rows in own]
+
 
 def plan(total: int, alive: int, micro_batches: int, rows: int, ways: int = 1) -> BatchPlan:
   """Returns the plan for `alive` of `total` slices. The full topology computes `micro_batches` of `rows` rows per slice

@@ -23,6 +23,14 @@ class SliceHang(Exception):
     self.slices = frozenset(slices)
 
 
+class SliceWrong(Exception):
+  """`slices` of the view compute wrongly, and do not take part any more; none: it is not known which slice does."""
+
+  def __init__(self, message: str, slices: Iterable[int]) -> None:
+    super().__init__(message)
+    self.slices = frozenset(slices)
+
+
 class Kind(StrEnum):
   SLICE_DOWN = "slice_down"
   HANG = "hang"
@@ -54,6 +62,8 @@ def classify(error: BaseException, cluster: Cluster, view: View) -> Event:
   try:
     if isinstance(error, SliceHang):
       return Event(Kind.HANG, str(error), cluster.lost(view, error.slices))
+    if isinstance(error, SliceWrong) and error.slices:
+      return Event(Kind.SLICE_DOWN, str(error), cluster.lost(view, error.slices))
     found = runtime_errors.find(error)
     if found is None:
       return Event(Kind.FATAL, f"{type(error).__name__} is not a runtime error")

@@ -6,13 +6,16 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import cast, get_args
 
+from jax import Device
+
 from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
-from trainer.config.faults import Fault, Moment, RandomFaults
+from trainer.config.faults import Fault, Kind, Moment, RandomFaults
+from trainer.elastic.flips import Flips
 
 
 def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) -> list[Fault]:
@@ -69,6 +72,7 @@ class FaultInjector:
   acts: Callable[[], bool] = lambda: True  # False: another process of the run makes the faults; here they only pass
   fired: list[Fault] = field(default_factory=list)
   last_fired_at: float = -float("inf")  # on the clock
+  flipping: list[Fault] = field(default_factory=list)  # flips that are due, and those that are sticky
 
   def at(self, moment: Moment, step: int) -> None:
     """Makes the faults happen that are due at `moment` of `step`. The faults of one slice keep their order."""
@@ -81,9 +85,16 @@ class FaultInjector:
       self.faults.remove(fault)
       self.fired.append(fault)
       self.last_fired_at = self.clock()
+      self.flipping += [fault] * fault.is_flip  # in the process of the slice itself
       if self.acts():
         self.record(fault, step)
         self._make(fault)
+
+  def flips(self, kind: Kind, slice_id: int, devices: Sequence[Device] | None = None) -> Flips:
+    """The flips of this kind that hit the slice now, in the step under way. devices: see `Flips`."""
+    found = [fault for fault in self.flipping if (fault.kind, fault.slice) == (kind, slice_id)]
+    self.flipping = [fault for fault in self.flipping if fault.sticky or fault not in found]
+    return Flips(found, devices)
 
   def waits(self, step: int) -> bool:
     """Whether a fault that is due at `step` needs the compilations in the background."""
@@ -92,6 +103,7 @@ class FaultInjector:
   def _make(self, fault: Fault) -> None:
     if fault.kind == "ckpt_kill":
       self.kill()
+    if fault.kind == "ckpt_kill" or fault.is_flip:
       return
     assert self.slices is not None and fault.slice is not None
     if fault.kind == "slice_down":

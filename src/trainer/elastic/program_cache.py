@@ -56,6 +56,7 @@ class ProgramCache(Generic[P]):
     self._events, self._log, self._clock = events, log, clock
     self.counter = counter
     self.topologies: dict[tuple[int, ...], Topology[P]] = {}
+    self.checks: dict[int, Any] = {}  # by slice: what drivers.slice_witness has compiled
     self.compile_seconds = 0.0  # of the last step that was compiled in the foreground
     self._lock = threading.Lock()  # one topology is built at a time, and each only once
     self._background: _BackgroundCompiler | None = None

@@ -203,6 +203,11 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
         f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"
         "Remove the key, or start the slices as processes with `python -m trainer.launch.local`."
       )
+  if cfg.witness_period and cluster.num_slices == 1:
+    raise ConfigError(
+      f"witness_period={cfg.witness_period}: a witness compares what two slices compute, and there is one slice.\n"
+      "Use several slices, or witness_period=0."
+    )
   if not cluster.recovers_in_process and (mistakes := [*rules.of_one_process(cfg)]):
     raise ConfigError(mistakes[0])
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
@@ -211,7 +216,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"Use at most {cluster.num_slices}, or -1 for all."
     )
   faults = expand(parse(cfg.fault_injection), cluster.num_slices, steps)
-  if any(fault.slice is not None for fault in faults) and cluster.fault_target is None:
+  if any(fault.slice is not None and not fault.is_flip for fault in faults) and cluster.fault_target is None:
     raise ConfigError(
       f"fault_injection={cfg.fault_injection}: slices of a {cluster.kind} cluster cannot be lost on command.\n"
       "Delete a worker pod there, or rehearse with cluster_standin=3x4, cluster=simulated or trainer.launch.local."
@@ -224,7 +229,7 @@ def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Ca
   if faults and events.run_directory is not None:
     before = [record.get("fault") for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
     for fault in list(faults):
-      if str(fault) in before:
+      if str(fault) in before and not fault.sticky:
         before.remove(str(fault))
         faults.remove(fault)
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from trainer.cluster import inherited_environment
 from trainer.config import ConfigError
 from trainer.config.keys import all_keys, convert
-from worlds.workers import Program
+from worlds.workers import MemberProgram
 
 
-def program() -> Program:
+def program() -> MemberProgram:
   """The program that the processes of a run execute: this one."""
-  return Program((sys.executable, "-m", "trainer"), inherited_environment())
+  return MemberProgram((sys.executable, "-m", "trainer"), inherited_environment())
 
 
 def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:

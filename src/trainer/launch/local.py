@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--processes-per-slice", type=whole(), default=1, help="processes of one slice, joined by JAX")
   parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
   parser.add_argument(
-    "--local-slices", type=whole(), help="slices of this host, if agents run the others (default: all)"
+    "--local-slices", type=whole(), help="slices of this host, if agents run the others or none does (default: all)"
   )
   parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
     if local and config.elastic.exchange_network:
       exchange_host(config.elastic.exchange_network)  # wrong input: before a process starts
+    _check_local(options, rules.minimum)
     where = _listen(options) if options.listen else None
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
@@ -76,6 +77,7 @@ def main(argv: list[str] | None = None) -> int:
     lanes=options.processes_per_slice,
     grace=config.checkpoint.autocheckpoint_grace_seconds,
     where=where,
+    expected=None if where else options.local_slices,
   )
   return supervisor.run()
 
@@ -90,17 +92,24 @@ def _check(options: argparse.Namespace) -> None:
   require(0 <= options.spares <= 1024, f"--spares {options.spares}", "at least 0 and at most 1024")
   if options.local_slices is not None:
     require(0 <= options.local_slices <= options.slices, f"--local-slices {options.local_slices}", "0 to --slices")
-    if options.local_slices < options.slices and not options.listen:
-      raise ConfigError(
-        f"--local-slices {options.local_slices} of --slices {options.slices}: agents run the others.\n"
-        "Add --listen HOST:PORT, where agents find this command."
-      )
   for name in ("advertise", "token_file"):
     if (value := getattr(options, name)) and not options.listen:
       raise ConfigError(
         f"--{name.replace('_', '-')} {value}: it has an effect only with --listen.\n"
         "Add --listen HOST:PORT, or remove it."
       )
+
+
+def _check_local(options: argparse.Namespace, minimum: int) -> None:
+  """Raises ConfigError if there are fewer slices than the run needs, and no agent can start more."""
+  from trainer.config import ConfigError
+
+  local = options.slices if options.local_slices is None else options.local_slices
+  if local < minimum and not options.listen:
+    raise ConfigError(
+      f"--local-slices {local} of --slices {options.slices}: agents run the others.\nAdd --listen HOST:PORT, where "
+      f"agents find this command. To run on {local} slices only, set elastic_enabled=true elastic_min_slice_count=1."
+    )
 
 
 def _listen(options: argparse.Namespace) -> Where:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import shlex
 import socket
@@ -31,6 +32,7 @@ def host() -> str:
   return socket.gethostname()
 
 
+@functools.cache
 def git_commit(file: Path) -> str | None:
   """The commit of the checkout that tracks `file`, with "-dirty" if tracked files have changes.
 

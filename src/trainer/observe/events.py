@@ -47,6 +47,9 @@ Faults and recovery
                  again): the others go on, or wait
   member_slow    member, factor (its seconds for a share by the median of all; 1: no longer slow), since (step), shares
                  (that it has now), of (the shares of a slice)
+  witness        outcome ("removed", "transient", "undecided"), round, members (whose sums of a share were not the
+                 others'), where (dict: host and devices of each), agreed (dict: the last round without a difference),
+                 arrays (dict: how many bits differ, at least)
   preemption     step (completed so far), signal
   primary        step: this process writes the records from here on; the primary before it is lost or has left
   hang           step, silent_seconds; of the watchdog, which then ends the process, also operation (or null)
@@ -72,7 +75,7 @@ from typing import Any
 from trainer.observe import files
 
 EVENTS_FILE = "events.jsonl"
-_OWED = frozenset({"slice_down", "slice_up", "recovery"})  # written once per run, even if the primary dies meanwhile
+_OWED = frozenset({"slice_down", "slice_up", "recovery", "witness"})  # once per run, even if the primary dies meanwhile
 _REMEMBERED = 64
 
 

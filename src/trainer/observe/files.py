@@ -16,7 +16,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,10 @@ _PARSED_TOGETHER = 64  # lines of JSON
 class LineFile:
   """Where lines go. All methods may be called from any thread. This class discards the lines."""
 
-  def append(self, line: str) -> None:
+  def append(self, line: str) -> bool:
     """Adds one line (without its newline). An I/O error is reported on stderr, never raised: a full disk under the
-    log must not end the training."""
+    log must not end the training. False: the line is lost."""
+    return True
 
   def flush(self) -> None:
     """Returns when readers can see all lines so far."""
@@ -82,11 +83,11 @@ class LocalLines(LineFile):
     # A process killed during a write leaves half a line; a newline separates it from the next line.
     self._torn = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
 
-  def append(self, line: str) -> None:
+  def append(self, line: str) -> bool:
     data = _encode(line)
     with self._lock:
       if self._fd < 0:
-        return
+        return False
       if self._torn:
         data = b"\n" + data
       try:
@@ -100,6 +101,7 @@ class LocalLines(LineFile):
           lost = "lines are lost until writing works again"
           print(f"warning: cannot write {self._path}: {error}; {lost}", file=sys.stderr)
         self._failing = True
+      return not self._failing
 
   def close(self) -> None:
     with self._lock:
@@ -127,11 +129,12 @@ class ObjectLines(LineFile):
     self._thread = threading.Thread(target=self._run, args=(period,), name=f"upload {name}", daemon=True)
     self._thread.start()
 
-  def append(self, line: str) -> None:
+  def append(self, line: str) -> bool:
     with self._lock:
       if not self._stop.is_set():
         self._data += _encode(line)
         self._dirty = True
+      return not self._stop.is_set()
 
   def flush(self) -> None:
     with self._upload_lock:
@@ -226,6 +229,24 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
     with path.open("rb") as file:
       for line in file:
         yield line.decode("utf-8", "replace").removesuffix("\n")
+
+
+def cut_lines(directory: str, name: str, keeps: Callable[[bytes], bool]) -> None:
+  """Removes the first line for which keeps(line, with its newline) is false, and all lines after it. No process may
+  have the file open."""
+  if not is_object_store(directory):
+    with contextlib.suppress(FileNotFoundError), (Path(directory) / name).open("r+b") as file:
+      file.truncate(sum(map(len, itertools.takewhile(keeps, file))))
+    return
+  for _, path in reversed(_parts(directory, name)):  # so that a kill leaves the beginning of the lines
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = list(itertools.takewhile(keeps, lines))
+    if len(kept) == len(lines):
+      return
+    if kept:
+      path.write_bytes(b"".join(kept))
+      return
+    path.unlink()
 
 
 def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iterator[dict[str, Any]]:

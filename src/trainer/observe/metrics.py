@@ -44,10 +44,13 @@ class StepRecord:
   router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
   slice_seconds: dict[str, float] | None = None  # {slice: seconds that it computed}, where slices are separate worlds
+  proof: dict[str, Any] | None = None  # what a recorder gets and metrics.jsonl has not: see services/receipt.py
 
 
 # The fields of a record that are numbers, and their types as JSON has them.
-_NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds"} | {"eval_loss"}
+_NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds", "proof"} | {
+  "eval_loss"
+}
 _PLAIN = {int, float, bool, type(None)}
 
 
@@ -90,7 +93,8 @@ class Recorder(Protocol):
   """Gets the records of metrics.jsonl too. No call may raise an error, or wait, except as it says."""
 
   def write(self, fields: dict[str, Any], line: str) -> None:
-    """fields: of the record of a completed step, which has a loss, or of an evaluation; line: the same as JSON."""
+    """fields: of the record of a completed step, which has a loss, or of an evaluation; line: the same as JSON, without
+    `proof`."""
 
   def flush(self, *, wait: bool) -> None:
     """Makes all records so far safe. Returns when that is done, if wait and if nobody else could write them again."""
@@ -183,11 +187,13 @@ class Metrics:
     for optional in ("z_loss", "router_load_max", "router_load_min", "router_entropy", "examples", "slice_seconds"):
       if fields[optional] is None:
         del fields[optional]
+    proof = {"proof": fields.pop("proof")}
     line = files.dump_json(fields)
+    # First: after a kill, the next primary writes what metrics.jsonl does not have.
+    for writer in self._writers:
+      writer.write(fields | proof, line)
     self._lines.append(line)
     self._events.tell(fields)
-    for writer in self._writers:
-      writer.write(fields, line)
 
   def write_eval(self, evaluation: Evaluation) -> None:
     """Records one evaluation."""

@@ -69,7 +69,7 @@ SliceSets = Sequence[Sequence[Sequence[Device]]]  # sets of slices on which the 
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class PolicyResult:
   """The step with one policy on all slices. If it cannot be chosen, `problem` says why, and the numbers are 0."""
 
   policy: RematPolicy
@@ -136,7 +136,7 @@ def needs_fewer(config: Config, num_slices: int) -> bool:
   return config.elastic.elastic_enabled and 0 < config.elastic.elastic_min_slice_count < num_slices
 
 
-def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidate]]:
+def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[PolicyResult]]:
   """Returns the choice, and the candidates that were compiled for it. If none of them fits, the choice is full.
 
   Raises ConfigError if sizes do not fit the devices, or if the memory or the rates of a device are unknown.
@@ -161,12 +161,12 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[Candidat
 
 
 def _until(
-  is_last: Callable[[Candidate], bool],
+  is_last: Callable[[PolicyResult], bool],
   config: Config,
   slice_sets: SliceSets,
   policies: Sequence[RematPolicy],
   customs: Sequence[str] = ("",),
-) -> Iterator[Candidate]:
+) -> Iterator[PolicyResult]:
   """Compiles the step with each policy and each custom_remat, and yields the candidates up to the last one."""
   for policy, custom in itertools.product(policies, customs):
     candidate = _compile(config, policy, slice_sets, custom)
@@ -175,7 +175,7 @@ def _until(
       return
 
 
-def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str) -> Candidate:
+def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str) -> PolicyResult:
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
   config = config.with_values(remat_policy=policy, custom_remat=custom)
   all_slices = slice_sets[0]
@@ -183,16 +183,16 @@ def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom:
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
     if isinstance(found, Refused):
-      return Candidate(policy, custom, problem=found.reason, too_large=found.too_large)
+      return PolicyResult(policy, custom, problem=found.reason, too_large=found.too_large)
     if found.memory.total > most:
-      return Candidate(policy, custom, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
+      return PolicyResult(policy, custom, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
   if all_slices[0][0].platform in FIXED_ORDER:
-    return Candidate(policy, custom, total_bytes=found.memory.total)
+    return PolicyResult(policy, custom, total_bytes=found.memory.total)
   times = analysis.timeline(found, _chip(all_slices[0][0]))
   assert times is not None, "the step on all slices is compiled with full optimization"
   exposed = times.seconds - times.computed
-  return Candidate(policy, custom, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
+  return PolicyResult(policy, custom, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
 
 
 def limit(slices: Sequence[Sequence[Device]]) -> int:

@@ -17,7 +17,7 @@ from trainer.config.errors import counted
 from trainer.config.schema import Config
 from trainer.elastic import batch_plan
 from trainer.preflight.analysis import Analysis, roofline, timeline
-from trainer.preflight.remat_choice import Candidate, Choice, label
+from trainer.preflight.remat_choice import Choice, PolicyResult, label
 from trainer.program import program
 
 EXPOSED_SHOWN = 5  # transfers
@@ -65,7 +65,7 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
   if total == 1:
     return ["Slices: one; the run cannot continue if it is lost"]
   if not fewer:
-    return [f"Slices: these parallelisms need all {total}; the run cannot continue with fewer"]
+    return [f"Slices: dcn_*_parallelism needs all {total}; the run cannot continue with fewer"]
   lines = ["Slices alive | micro-batches per step | padding | speed, if only computation counts"]
   for alive in range(total, 0, -1):
     plan = program.batch_plan_of(config, slices[:alive], total)
@@ -96,7 +96,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   return lines
 
 
-def remat_lines(choice: Choice, candidates: Sequence[Candidate]) -> list[str]:
+def remat_lines(choice: Choice, candidates: Sequence[PolicyResult]) -> list[str]:
   """Returns the choice of remat_policy=auto, and the table of the candidates that were compiled for it."""
   lines = [str(choice), "  remat_policy | step time | exposed communication | HBM"]
   for c in candidates:

@@ -21,7 +21,7 @@ CompileGroups = Callable[[RematPolicy, float, int], Finding]  # also of ici_expe
 
 
 @dataclasses.dataclass(frozen=True)
-class Candidate:
+class SearchResult:
   policy: RematPolicy
   per_device_batch_size: float
   seconds: float  # of a step, by the schedule of the compiled program
@@ -74,7 +74,7 @@ def lines(config: Config, slice_sets: Sequence[Sequence[Sequence[Any]]], chip: C
   return text
 
 
-def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
+def _ranking(config: Config, found: Sequence[SearchResult]) -> list[str]:
   """Returns the suggestion and the table of all candidates that fit."""
   best, has_experts = found[0], config.model.num_experts > 1
   suggested = _keys(best.policy, best.per_device_batch_size, best.expert_parallelism)
@@ -98,14 +98,14 @@ def _ranking(config: Config, found: Sequence[Candidate]) -> list[str]:
 
 def candidates(
   compile_step: CompileStep, batch: float, chip: Chip, of_user: RematPolicy | None = None
-) -> Iterator[Candidate]:
+) -> Iterator[SearchResult]:
   """Yields the candidates that fit, for each batch size: of remat_choice.CANDIDATES, and the policy of the user.
 
   Doubles the batch until nothing fits. Then halves it until something fits, and continues while smaller batches are
   faster: a smaller batch may leave room for a policy that recomputes less.
   """
 
-  def of_batch(batch: float) -> list[Candidate]:
+  def of_batch(batch: float) -> list[SearchResult]:
     findings = {} if of_user is None else {of_user: compile_step(of_user, batch)}
     for policy in CANDIDATES:
       findings[policy] = found = compile_step(policy, batch)
@@ -134,7 +134,9 @@ def candidates(
     fastest = _fastest(here)
 
 
-def expert_groups(compile_step: CompileGroups, best: Candidate, num_experts: int, chip: Chip) -> Iterator[Candidate]:
+def expert_groups(
+  compile_step: CompileGroups, best: SearchResult, num_experts: int, chip: Chip
+) -> Iterator[SearchResult]:
   """Yields the candidates like `best` with experts in groups of 1, 2, 4, ... devices, as long as they become faster."""
   fastest, groups = best.tokens_per_second, 1
   while num_experts % groups == 0:
@@ -168,15 +170,15 @@ def _keys(policy: RematPolicy, batch: float, groups: int) -> str:
   return f"remat_policy={policy} per_device_batch_size={batch:g}{experts}"
 
 
-def _fastest(found: Sequence[Candidate]) -> float:
+def _fastest(found: Sequence[SearchResult]) -> float:
   return max((c.tokens_per_second for c in found), default=0.0)
 
 
-def _candidate(policy: RematPolicy, batch: float, found: Analysis, chip: Chip) -> Candidate:
+def _candidate(policy: RematPolicy, batch: float, found: Analysis, chip: Chip) -> SearchResult:
   times = timeline(found, chip)
   assert times is not None, "a candidate is compiled with full optimization on all slices"
   devices = found.slices * found.devices_per_slice
-  return Candidate(
+  return SearchResult(
     policy,
     batch,
     times.seconds,

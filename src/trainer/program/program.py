@@ -40,6 +40,7 @@ from trainer.models.layers import Kernels
 from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
+from trainer.program.checks import Checks
 from trainer.program.optimizers import NOTHING_OWN, Own
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
@@ -139,27 +140,41 @@ class Program:
     """Returns the compiled training step: (state, batch) -> (state, metrics)."""
     return self.lower().compile(compiler_options=dict(self.compiler_options))
 
-  def compile_halves(self, *, evaluates: bool, adds: bool) -> Halves:
+  def compile_halves(self, *, evaluates: bool, adds: bool, witnesses: bool = False) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
 
-    evaluates, adds: whether the run evaluates, and whether a slice adds the sums of its shares. A share has the same
-    bits, whichever slice computes it.
+    evaluates, adds, witnesses: whether the run evaluates, whether a slice adds the sums of its shares, and whether it
+    compares them. A share has the same bits, whichever slice computes it.
     """
     sums = step.abstract_sums(self.state, self.mesh)
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
-    same = dict(SAME_BITS.get(self.mesh.devices.flat[0].platform, {}))
-    options = {**same, **self.compiler_options}
+    same = self._same_bits
     params = self.state.params
+    first = self.compile_share(adds=adds)
     with jax.set_mesh(self.mesh):
-      (share,) = self.batch
-      first = self.share.compile(params, share, sums.grads, options, adds=adds)
       # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
       # Every slice applies the sums for itself, and all must get the same weights.
       apply = second.compile({**self.compiler_options, **same})
       evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
-      return Halves(sums, first, apply, evaluation, checksum)
+    return Halves(sums, first, apply, evaluation, checksum, self.compile_checks(first) if witnesses else None)
+
+  def compile_share(self, *, adds: bool) -> ShareSums:
+    """Returns the first half of a step, compiled: see `compile_halves`."""
+    sums, (share,) = step.abstract_sums(self.state, self.mesh), self.batch
+    options = {**self._same_bits, **self.compiler_options}
+    with jax.set_mesh(self.mesh):
+      return self.share.compile(self.state.params, share, sums.grads, options, adds=adds)
+
+  def compile_checks(self, sums: ShareSums) -> Checks:
+    """Returns what a witness compares of `sums` and of the state, compiled."""
+    with jax.set_mesh(self.mesh):
+      return Checks(sums, self.state, NamedSharding(self.mesh, PartitionSpec()))
+
+  @property
+  def _same_bits(self) -> dict[str, str | bool]:
+    return dict(SAME_BITS.get(self.mesh.devices.flat[0].platform, {}))
 
   def init(self, key: jax.Array) -> TrainState:
     """Returns a fresh sharded state from `key`: the same numbers on every mesh."""
@@ -198,6 +213,7 @@ class Halves:
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
   checksum: Callable[[Params], jax.Array]  # `state.checksum`
+  checks: Checks | None  # of a witness; None: there is none
 
 
 def rows_per_micro_batch(config: Config, devices_per_slice: int) -> int:
@@ -395,7 +411,9 @@ class Feed:
 
   def __call__(self, index: int) -> Rounds:
     """Returns batches of global arrays [A, rows, T]. The rows of other processes are not read here."""
-    return self._rounds_of(index, self._rows)
+    rounds = self._rounds_of(index, self._rows)
+    self._loader.prepare_digest(index)
+    return rounds
 
   def share(self, index: int, share: int) -> Batch:
     """Returns the part `share` of the batch, for a program whose plan is that of one share."""

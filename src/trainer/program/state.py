@@ -74,12 +74,32 @@ def abstract(model: DecoderFunctions, optimizer: optax.GradientTransformation, m
   return map_with_path(place, shapes)
 
 
-def checksum(params: Params) -> jax.Array:
-  """Returns the sum of the bits of all weights, each as a number, modulo 2^32: uint32 []. Weights that differ have the
-  same one with a probability of 2^-32. It depends on no order, so not on how the weights are sharded."""
-  unsigned = lambda x: jax.lax.bitcast_convert_type(x, jnp.uint16 if x.dtype.itemsize == 2 else jnp.uint32)
-  sums = [jnp.sum(unsigned(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(params)]
-  return functools.reduce(jnp.add, sums)
+def checksum(tree: Any) -> jax.Array:
+  """Returns the sum of the bits of all numbers, such as weights, each as a number, modulo 2^32: uint32 []. Trees that
+  differ have the same one with a probability of 2^-32, and never if one bit differs. It depends on no order, so not on
+  how the arrays are sharded."""
+  return functools.reduce(jnp.add, [jnp.sum(_bits(leaf), dtype=jnp.uint32) for leaf in jax.tree.leaves(tree)])
+
+
+def digest(tree: Any) -> jax.Array:
+  """Returns two sums for each array, modulo 2^32: uint32 [arrays, 2]. The first is of the bits as numbers, each times
+  an odd number that depends on its place: it changes if one bit differs, or if numbers change places. The second is
+  the number of bits that are 1."""
+
+  def one(array: jax.Array) -> jax.Array:
+    bits, place = _bits(array), jnp.zeros(array.shape, jnp.uint32)
+    for dim, size in enumerate(array.shape):
+      place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, array.shape, dim)
+    sums = jnp.sum(bits * (2 * place + 1), dtype=jnp.uint32), jnp.sum(jax.lax.population_count(bits), dtype=jnp.uint32)
+    return jnp.stack(sums)
+
+  return jnp.stack([one(array) for array in jax.tree.leaves(tree)])
+
+
+def _bits(array: jax.Array) -> jax.Array:
+  """Returns the bits of an array as uint32 numbers."""
+  width = jnp.dtype(f"uint{8 * array.dtype.itemsize}")
+  return jax.lax.bitcast_convert_type(array, width).astype(jnp.uint32)
 
 
 def shardings(state: TrainState) -> TrainState:

@@ -194,6 +194,10 @@ def _is_event(record: dict[str, Any]) -> bool:
     fine = isinstance(record.get("host"), str) and _are_finite(record, ("member", "times", "pause_seconds"))
   elif record.get("kind") == "member_slow":
     fine = _are_finite(record, ("member", "factor", "since", "shares", "of"))
+  elif record.get("kind") == "witness":
+    dicts = all(isinstance(record.get(name), dict) for name in ("where", "agreed", "arrays"))
+    fine = dicts and all(isinstance(record.get(name), str) for name in ("outcome", "round"))
+    fine = fine and isinstance(record.get("members"), list)
   else:
     fine = record.get("kind") != "run_end" or isinstance(record.get("exit"), int)
   return fine and isinstance(record.get("kind"), str) and _is_record(record)

@@ -13,6 +13,7 @@ from stepcost import chips
 from trainer.observe.metrics import format_duration
 from trainer.report.history import Run
 from worlds.membership.messages import failing_line, slow_line
+from worlds.membership.witness import alarm_line
 
 # Tier of a recovery -> where the state came from.
 _SOURCES = {
@@ -267,6 +268,8 @@ def _failures(run: Run) -> Iterator[Incident]:
   yield from map(_failure, last.values())
   for event in run.of_kind("member_slow"):
     yield _incident(event | {"step": event["since"]}, slow_line(event), "")
+  for event in run.of_kind("witness"):
+    yield _incident(event, alarm_line(event), "")
 
 
 def _failure(event: dict[str, Any]) -> Incident:

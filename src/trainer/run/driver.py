@@ -59,6 +59,7 @@ class Driver(Protocol):
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
   data_wait_seconds: float  # how long the last step waited for its batch
   slice_seconds: dict[str, float] | None  # {slice: seconds that it computed in the last step}; None: not timed
+  proof: dict[str, Any]  # what the receipt says of the last step besides its numbers: see docs/trust.md
 
   @property
   def alive(self) -> int:

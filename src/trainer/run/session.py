@@ -20,10 +20,11 @@ from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.cluster import Cluster
-from trainer.config import cli, counts
+from trainer.config import cli, counts, faults
 from trainer.config.errors import ConfigError
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
+from trainer.elastic import flips
 from trainer.elastic.program_cache import ProgramCache, Topology
 from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
@@ -163,6 +164,7 @@ def open_session(
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
   full_program = _full_program(config, cluster, additions)
+  flips.check(faults.parse(config.elastic.fault_injection), full_program.state.params, full_program.state.opt_state)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster, additions.parts)
   with contextlib.ExitStack() as stack:
@@ -345,4 +347,7 @@ def _compile_step(config: Config, cluster: Cluster, evaluates: bool, prog: Progr
     fingerprint.prepare(prog.state)
   if not cluster.coordination.has_peers:
     return prog.compile()
-  return prog.compile_halves(evaluates=evaluates, adds=config.elastic.shares_per_slice > 1)
+  elastic = config.elastic
+  return prog.compile_halves(
+    evaluates=evaluates, adds=elastic.shares_per_slice > 1, witnesses=elastic.witness_period > 0
+  )

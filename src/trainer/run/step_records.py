@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import jax
 
 from stepcost import chips
+from trainer.checkpoint.arrays import fingerprint, state_tree
+from trainer.checkpoint.arrays.fingerprint import Started
 from trainer.config import counts
 from trainer.config.schema import Config
 from trainer.elastic.attempt import ElasticRun
@@ -14,6 +17,7 @@ from trainer.models import experts
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.program import step as step_lib
+from trainer.program.state import TrainState
 from trainer.run.driver import Driver, Metrics, on_host
 from trainer.run.session import Session
 
@@ -27,7 +31,7 @@ class StepRecords:
 
   def __init__(self, config: Config, session: Session, elastic: ElasticRun, driver: Driver, device: jax.Device) -> None:
     """device: one of those that the driver computes on."""
-    self._session, self._elastic, self._driver = session, elastic, driver
+    self._config, self._session, self._elastic, self._driver = config, session, elastic, driver
     self._limit = config.optimizer.max_nonfinite_steps
     self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     chip = chips.find(device.device_kind)
@@ -37,7 +41,7 @@ class StepRecords:
       total_steps=config.run.steps,
       peak_flops=chip.peak_flops if chip else None,
     )
-    self._pending: tuple[int, Metrics, float, dict[str, float] | None] | None = None
+    self._pending: tuple[int, Metrics, float, dict[str, float] | None, dict[str, Any], Started] | None = None
     self._last = time.monotonic()
     self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
 
@@ -45,17 +49,29 @@ class StepRecords:
     """The next step's time counts from now: evaluations and saves are no part of it."""
     self._last = time.monotonic()
 
-  def dispatched(self, step: int, metrics: Metrics) -> None:
-    """`step` has been dispatched. Waits for the step before it and records that one."""
+  def dispatched(self, step: int, metrics: Metrics, state: TrainState) -> None:
+    """`step` has been dispatched. Waits for the step before it and records that one. state: after `step`, for a digest
+    of it; its buffers may be donated after the call."""
     self.finish()
-    self._pending = (step, metrics, self._driver.data_wait_seconds, self._driver.slice_seconds)
+    prints = fingerprint.dispatch(state_tree.flatten(state) if self._is_digested(step) else {})
+    driver = self._driver
+    self._pending = (step, metrics, driver.data_wait_seconds, driver.slice_seconds, driver.proof, prints)
+
+  def _is_digested(self, step: int) -> bool:
+    """Whether the receipt has a digest of the state after `step`: regularly, for each checkpoint, and at the end."""
+    saves, period = self._config.checkpoint, self._config.observe.receipt_state_period
+    saved = saves.enable_checkpointing and step % saves.checkpoint_period == 0
+    return period > 0 and (step % period == 0 or saved or step == self._config.run.steps)
 
   def finish(self) -> None:
     """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
     if self._pending is None:
       return
-    (step, arrays, data_wait, slice_seconds), self._pending = self._pending, None
-    values = step_lib.metric_values(self._driver.call(lambda: on_host(arrays), f"step {step}"))
+    (step, arrays, data_wait, slice_seconds, proof, prints), self._pending = self._pending, None
+    arrays, sums = self._driver.call(lambda: on_host((arrays, prints.values)), f"step {step}")
+    values = step_lib.metric_values(arrays)
+    if prints.names:
+      proof = proof | {"state": fingerprint.collect(Started(prints.names, sums))[0]}
     now = time.monotonic()
     seconds, self._last = now - self._last, now
     alive = self._driver.alive
@@ -80,6 +96,7 @@ class StepRecords:
       **{name: values.get(name) for name in experts.METRICS},
       examples=self._session.data.train.examples_by_source(step) or None,
       slice_seconds=slice_seconds,
+      proof=proof,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)

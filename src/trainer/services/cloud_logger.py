@@ -19,7 +19,7 @@ TIMINGS_FILE = "checkpoint_timings.jsonl"
 LOGGER_NAME = "trainer_checkpoint_timings"
 _PREFIXES = ("/jax/orbax/", "/jax/checkpoint/")
 
-Sink = Callable[[dict[str, Any]], None]
+Sink = Callable[[dict[str, Any]], object]
 
 
 class CheckpointTimings:

@@ -6,10 +6,10 @@ trackio's own environment variables decide where the files are (TRACKIO_DIR), or
 
 from __future__ import annotations
 
-import os
 import uuid
 from typing import Any
 
+from trainer import cluster
 from trainer.observe.log import Log
 from trainer.services.service import EVALUATED, ServiceRun
 
@@ -22,7 +22,7 @@ class TrackioRun:
     import trackio
     from trackio.sqlite_storage import SQLiteStorage
 
-    project = os.environ.get("TRACKIO_PROJECT", "trainer")
+    project = cluster.inherited_environment().get("TRACKIO_PROJECT", "trainer")
     # trackio finds a run by its name: two runs in different folders may have the same one.
     name = f"{run.name}-{(run.id or uuid.uuid4().hex)[:6]}"
     self._run: Any = trackio.init(project, name=name, resume="allow", config=dict(run.config), embed=False)

@@ -71,7 +71,7 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
   result = Converted()
   for name, text in given.items():
     value = str(raw[name]) if text is None else text
-    entry = answers.entry_of(name)
+    answer = answers.answer_for(name)
     if name == files.PARENT_KEY:
       if Path(value).name == _PARENT:
         result.kept[name] = _PARENT
@@ -84,14 +84,16 @@ def convert_keys(given: Mapping[str, str | None], raw: Mapping[str, object]) -> 
         result.kept[name] = value
       else:
         result.left_out[name] = f"={value}: counts only with remat_policy=custom."
-    elif name in accepted() or (entry and "renamed" in entry):
-      _keep(result, name, entry["renamed"] if entry and name not in accepted() else name, value)
-    elif entry is None:
+    elif name in accepted():
+      _keep(result, name, name, value)
+    elif answer is None:
       result.lost[name] = f"={value}: no such key is known. Remove it if the run does not depend on it."
-    elif answers.changes_numbers(entry, value):
-      result.lost[name] = f"={value}: {entry['remedy']}"
+    elif answer.renamed:
+      _keep(result, name, answer.renamed, value)
+    elif answer.changes_numbers(value):
+      result.lost[name] = f"={value}: {answer.remedy}"
     else:
-      result.left_out[name] = f"={value}: {entry['remedy']}"
+      result.left_out[name] = f"={value}: {answer.remedy}"
   return result
 
 

@@ -22,13 +22,12 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.arrays.layer_layout import LAYER
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
-from trainer.weights import hf_config, layerwise, names, safetensors, sources, tokenizers
+from trainer.weights import hf_config, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
-from trainer.weights.importing import Progress
-from trainer.weights.sources import Source
+from trainer.weights.importing import ByteProgress
+from trainer.weights.sources import WeightSource
 
 _SHARD_BYTES = 5_000_000_000
-_PROMPT = (1, 5, 2, 9, 3, 7, 4, 8)  # ids of the self-check, taken modulo the vocabulary
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class _Part:
 def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[[str], object] = print) -> None:
   """Writes the weights of RUN_DIR or RUN_DIR@STEP as a Hugging Face folder, with the run's tokenizer; see `export`."""
 
-  def work(source: Source) -> None:
+  def work(source: WeightSource) -> None:
     tokenizer = None
     try:
       tokenizer = tokenizers.of_source(source)
@@ -61,7 +60,7 @@ def export_run(place: str, directory: str, dtype: str = "", *, report: Callable[
 
 
 def export(
-  source: Source,
+  source: WeightSource,
   directory: str,
   *,
   tokenizer: Tokenizer | None = None,
@@ -71,9 +70,9 @@ def export(
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  The largest tensor and some blocks are in memory, and in the check at the end one feed-forward. dtype: float32,
-  float16 or bfloat16; "": every tensor keeps its type. Raises ConfigError if the source is damaged or the folder cannot
-  be written; then nothing is left there.
+  The largest tensor and some blocks are in memory. What is read must have the fingerprints of the checkpoint. dtype:
+  float32, float16 or bfloat16; "": every tensor keeps its type. Raises ConfigError if the source is damaged or the
+  folder cannot be written; then nothing is left there.
   """
   if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")
@@ -84,8 +83,7 @@ def export(
     )
   parts = _parts(source, dtype)
   with new_folder(directory) as folder:
-    arrays = ArrayParts(source.folder)
-    files = _write_shards(source, arrays, folder, parts, shard_bytes, report)
+    files = _write_shards(source, folder, parts, shard_bytes, report)
     ends = _write_tokenizer(source, folder, tokenizer)
     if files.keys() != {sources.SINGLE}:
       places = {part.theirs: file for file, group in files.items() for part in group}
@@ -97,14 +95,13 @@ def export(
       folder / sources.CONFIG,
       hf_config.build(source.model.model_copy(update={"max_position_embeddings": source.longest}), kind, ends),
     )
-    report(_self_check(source, arrays, folder, bool(dtype)))
     sizes = {file: (folder / file).stat().length for file in files}
     told = {key: value for key in sources.TOKENS if source.data and (value := getattr(source.data, key))}
     _write_json(folder / sources.MARKER, {"from": source.where, "trainer": trainer.__version__, "bytes": sizes, **told})
   report(f"{directory} is complete.")
 
 
-def _parts(source: Source, dtype: str) -> list[_Part]:
+def _parts(source: WeightSource, dtype: str) -> list[_Part]:
   """The tensors, those of a stored array one after the other."""
   found = []
   for name, weight in names.weights(source.model).items():
@@ -120,14 +117,14 @@ def _parts(source: Source, dtype: str) -> list[_Part]:
   return sorted(found, key=lambda part: (order[part.stored], part.index))
 
 
-def _place(source: Source, name: str) -> tuple[str, tuple[int, ...]]:
+def _place(source: WeightSource, name: str) -> tuple[str, tuple[int, ...]]:
   """(stored array, index of its first dim) of a weight of separate layers; the index is empty if they are stored so."""
   match = LAYER.match(name)
   return (name, ()) if name in source.arrays or not match else (f"{match[1]}.{match[3]}", (int(match[2]),))
 
 
 def _write_shards(
-  source: Source, arrays: ArrayParts, folder: Any, parts: list[_Part], limit: int, report: Callable[[str], object]
+  source: WeightSource, folder: Any, parts: list[_Part], limit: int, report: Callable[[str], object]
 ) -> dict[str, list[_Part]]:
   """{file: its tensors} of the files that it writes."""
   groups: list[list[_Part]] = [[]]
@@ -141,8 +138,8 @@ def _write_shards(
   name = lambda i: f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else sources.SINGLE
   files = {name(i): group for i, group in enumerate(groups, 1)}
   left = Counter(part.stored for part in parts)
-  progress = Progress(sum(part.nbytes for part in parts), report)
-  found = fingerprint.Blocks()
+  progress = ByteProgress(sum(part.nbytes for part in parts), report)
+  arrays, found = ArrayParts(source.folder), fingerprint.Blocks()
   memory = _Memory(max(_stored_bytes(source, part) for part in parts))
   for file, group in files.items():
     with (folder / file).open("wb") as out, futures.ThreadPoolExecutor(1) as writer:
@@ -166,7 +163,7 @@ def _write_shards(
   return files
 
 
-def _stored_bytes(source: Source, part: _Part) -> int:
+def _stored_bytes(source: WeightSource, part: _Part) -> int:
   return math.prod(part.weight.their_shape) * jnp.dtype(source.arrays[part.stored]["dtype"]).itemsize
 
 
@@ -208,7 +205,7 @@ class _Memory:
       write.result()
 
 
-def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
+def _write_tokenizer(source: WeightSource, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """Writes the tokenizer's files and generation_config.json; returns the ids of the tokens around documents."""
   sources.copy_tokenizer(run_id.folder(source.tokenizer_folder), folder)
   file = folder / sources.GENERATION
@@ -222,7 +219,7 @@ def _write_tokenizer(source: Source, folder: Any, tokenizer: Tokenizer | None) -
   return ends
 
 
-def _write_ends(source: Source, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
+def _write_ends(source: WeightSource, folder: Any, tokenizer: BpeTokenizer, ends: Mapping[str, Any]) -> dict[str, Any]:
   """Writes the names of the tokens around the run's documents to the tokenizer's files, and returns `ends` with them.
 
   ends: the ids of these tokens in generation_config.json, perhaps of the published model that the run continues. They
@@ -264,28 +261,6 @@ def _name_tokens(folder: Any, names: Mapping[str, str | None]) -> None:
 def _content(token: Any) -> Any:
   """The text of a token, which these files also write as a mapping."""
   return token["content"] if isinstance(token, dict) and "content" in token else token
-
-
-def _self_check(source: Source, arrays: ArrayParts, folder: Any, changes_types: bool) -> str:
-  """A line that tells how far the logits of the export are from those of the source, on a short prompt.
-
-  Raises ConfigError if they are not equal although no type was changed.
-  """
-  exported = sources.open_source(str(folder))
-  weights = names.weights(source.model)
-
-  def ours(name: str, rows: slice) -> np.ndarray:
-    stored, index = _place(source, name)
-    shape = (rows.stop - rows.start, *weights[name].shape[1:])
-    return arrays.read(stored, index, np.empty(shape, jnp.dtype(source.arrays[stored]["dtype"])), first=rows.start)
-
-  theirs = lambda name, rows: exported.stored[name].part((rows, *(slice(None) for _ in weights[name].shape[1:])))
-  model = layerwise.Layerwise(exported.model)
-  before, after = (model.logits(read, _PROMPT) for read in (ours, theirs))
-  difference = float(np.abs(before - after).max())
-  if not np.isfinite(after).all() or (difference and not changes_types):
-    raise ConfigError(f"{source.where}: the logits of the export differ by {difference:g}. Report this as a defect.")
-  return f"Check: the largest difference of the logits on {len(_PROMPT)} tokens is {difference:g}."
 
 
 def _write_json(path: Any, value: Mapping[str, Any]) -> None:

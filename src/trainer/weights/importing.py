@@ -14,7 +14,7 @@ from trainer.config.schema import Config
 from trainer.observe import files
 from trainer.weights import sources
 from trainer.weights.folders import new_folder
-from trainer.weights.sources import Source
+from trainer.weights.sources import WeightSource
 
 
 def import_folder(directory: str, run_directory: str, report: Callable[[str], object] = print) -> None:
@@ -34,13 +34,13 @@ def import_folder(directory: str, run_directory: str, report: Callable[[str], ob
   report(f"{run_directory} has the parameters of {directory}. Train from it with load_parameters_path={run_directory}")
 
 
-def _write_weights(source: Source, config: Config, folder: Any, report: Callable[[str], object]) -> None:
+def _write_weights(source: WeightSource, config: Config, folder: Any, report: Callable[[str], object]) -> None:
   def lazy(stored: sources.Stored) -> one_by_one.Lazy:
     shape = stored.weight.shape
     return one_by_one.Lazy(shape, stored.dtype, lambda: stored.part((slice(None),) * len(shape)))
 
   arrays = {name: lazy(stored) for name, stored in source.stored.items()}
-  progress = Progress(sum(x.nbytes for x in arrays.values()), report)
+  progress = ByteProgress(sum(x.nbytes for x in arrays.values()), report)
   done = lambda name: progress.add(arrays[name].nbytes)
   meta = {"step": 0, "imported": source.where, "config": config.flat()}
   try:
@@ -57,7 +57,7 @@ def _copy_tokenizer(source: Any, target: Any) -> None:
     files.write_text(str(target), sources.GENERATION, json.dumps(ends) + "\n")
 
 
-def _config(source: Source, run_directory: str) -> Config:
+def _config(source: WeightSource, run_directory: str) -> Config:
   """The configuration of the new folder: the model, and its tokenizer."""
   parent, _, name = run_directory.rpartition("/")
   data = {"tokenizer_type": "bpe", "tokenizer_path": f"{run_directory}/{sources.TOKENIZER}/tokenizer.json"}
@@ -66,7 +66,7 @@ def _config(source: Source, run_directory: str) -> Config:
   return Config.model_validate({**sections, "data": data if has_tokenizer else {}})
 
 
-class Progress:
+class ByteProgress:
   """Reports a line whenever another tenth of the bytes is done."""
 
   def __init__(self, total: int, report: Callable[[str], object]) -> None:

@@ -22,7 +22,7 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import DEFAULT, Sampling
 from trainer.models.layers import Kernels
 from trainer.weights import sources, tokenizers
-from trainer.weights.sources import Source
+from trainer.weights.sources import WeightSource
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Model:
     dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
     """
 
-    def work(source: Source) -> Model:
+    def work(source: WeightSource) -> Model:
       cfg, tokenizer = source.model, tokenizers.of_source(source)
       cfg = cfg.model_copy(update={"dtype": dtype or cfg.dtype, "scan_layers": False})
       folder, device = source.tokenizer_folder, jax.devices()[0]

@@ -88,7 +88,7 @@ def _ours(weight: names.Weight, tensor: safetensors.Tensor, index: tuple[slice, 
 
 
 @dataclass(frozen=True)
-class Source:
+class WeightSource:
   """Parameters that can be read. arrays: {name in a state: {"shape", "dtype"}}, with a fingerprint in a checkpoint."""
 
   where: str
@@ -137,7 +137,7 @@ class Source:
         self.held.release()
 
 
-def use(place: str, work: Callable[[Source], X]) -> X:
+def use(place: str, work: Callable[[WeightSource], X]) -> X:
   """Returns what `work` returns for the source at `place`, see `open_source`.
 
   If the run that writes checkpoints there has deleted the one that `work` reads, `work` gets the newest that is left,
@@ -157,7 +157,7 @@ def use(place: str, work: Callable[[Source], X]) -> X:
   raise ConfigError(f"{gone}, as {_TRIES - 1} before it. Raise max_num_checkpoints_to_keep, or read a copy of one.")
 
 
-def open_source(place: str, world: World = SINGLE_WORLD) -> Source:
+def open_source(place: str, world: World = SINGLE_WORLD) -> WeightSource:
   """The parameters in a Hugging Face folder, or in RUN_DIR or RUN_DIR@STEP (default: the newest checkpoint).
 
   Raises ConfigError, which names what is missing or wrong there. Verifies the files of a checkpoint.
@@ -195,7 +195,7 @@ def split(place: str) -> tuple[str, str]:
   return place, ""
 
 
-def _of_run(directory: str, named: int | None, world: World) -> Source:
+def _of_run(directory: str, named: int | None, world: World) -> WeightSource:
   persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
   step, meta, held = _held(persistent, directory, named, world)
   keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
@@ -204,7 +204,7 @@ def _of_run(directory: str, named: int | None, world: World) -> Source:
   read = functools.partial(persistent.read, step)
   folder = persistent.directory / str(step)
   is_gone = functools.partial(persistent.is_gone, step)
-  return Source(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder, held, is_gone)
+  return WeightSource(f"{directory}@{step}", directory, model, data, arrays, read, {}, meta, folder, held, is_gone)
 
 
 def _held(
@@ -224,7 +224,7 @@ def _held(
         raise
 
 
-def _hugging_face(folder: Any) -> Source:
+def _hugging_face(folder: Any) -> WeightSource:
   where = str(folder)
   keys = hf_config.keys(read_json(folder / CONFIG), f"{where}/{CONFIG}")
   try:
@@ -260,7 +260,7 @@ def _hugging_face(folder: Any) -> Source:
     except (OSError, ValueError) as error:
       raise Rejected(f"{', '.join(targets)} cannot be read: {error}") from error
 
-  return Source(where, where, model, None, arrays, read, stored)
+  return WeightSource(where, where, model, None, arrays, read, stored)
 
 
 def _take(found: dict[str, safetensors.Tensor], name: str, shape: tuple[int, ...], where: str) -> safetensors.Tensor:

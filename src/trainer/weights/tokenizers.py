@@ -15,7 +15,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.run.plugins import Plugin
 from trainer.weights import sources
-from trainer.weights.sources import Source
+from trainer.weights.sources import WeightSource
 
 _TOKENIZER, _CONFIG, _TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 
@@ -65,7 +65,7 @@ def _of_chats(tokenizer: ChatTokenizer, kept: Mapping[str, str | bytes]) -> dict
   return files
 
 
-def of_source(source: Source) -> Tokenizer:
+def of_source(source: WeightSource) -> Tokenizer:
   """The tokenizer of a run or a Hugging Face folder. Raises ConfigError if it cannot be found."""
   file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or _of_export(source)
   if file.exists() or cfg.tokenizer_path:
@@ -85,7 +85,7 @@ def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
   return ChatTokenizer(tokenizer, template, "assistant", DataOptions().max_target_length)
 
 
-def _of_export(source: Source) -> DataOptions:
+def _of_export(source: WeightSource) -> DataOptions:
   """The tokens around documents that the run of an export had; the defaults for other folders."""
   marker = run_id.folder(source.directory) / sources.MARKER
   told = sources.read_json(marker) if marker.exists() else {}

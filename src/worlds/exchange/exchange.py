@@ -31,12 +31,12 @@ import numpy as np
 from worlds.exchange import state
 from worlds.exchange.crew import Crew
 from worlds.exchange.errors import PeerLost
-from worlds.exchange.handshake import TOKEN_BYTES, Call
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Poll, Stop, Stopped
-from worlds.exchange.listener import Listener, dial
+from worlds.exchange.listener import Call, Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
+from worlds.handshake import TOKEN_BYTES
 
 _LATE_SECONDS = 10.0  # for a mark; then the listener of the peer, a thread, gets a call
 

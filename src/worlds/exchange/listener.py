@@ -1,4 +1,8 @@
-"""Accepts connections of peers on a thread of its own, and closes all others after a short time."""
+"""Accepts connections of peers on a thread of its own, and closes all others after a short time.
+
+Frames after the handshake have checksums but are neither signed nor encrypted, so the network between slices must be
+private.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,13 @@ import os
 import select
 import selectors
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
+from typing import NamedTuple
 
-from worlds import addresses
-from worlds.exchange import handshake
+from worlds import addresses, handshake
 from worlds.exchange.errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
@@ -30,13 +35,26 @@ _AT_ONCE = 8  # connections that a member makes at the same time: more, and a bu
 _PAUSE_SECONDS = 0.1  # after a failed accept, which usually means that descriptors are used up
 
 
+_CALL = struct.Struct("<QIIH")
+ANSWER_BYTES = handshake.ANSWER_BYTES + _CALL.size
+
+
+class Call(NamedTuple):
+  """Who connects to whom, and for which epoch. stream: the number of the connection among those of the two members."""
+
+  epoch: int
+  caller: int
+  listener: int
+  stream: int = 0
+
+
 @dataclasses.dataclass
 class _Pending:
   """A connection that has not proved yet that it has the token."""
 
   sock: socket.socket
   name: str
-  nonce: bytes
+  challenge: bytes
   deadline: float
   answer: bytes = b""
 
@@ -133,8 +151,8 @@ class Listener:
       time.sleep(_PAUSE_SECONDS)
       return
     sock.setblocking(False)
-    challenge, nonce = handshake.make_challenge()
-    pending = _Pending(sock, f"{address[0]}:{address[1]}", nonce, time.monotonic() + HANDSHAKE_SECONDS)
+    challenge = handshake.make_challenge()
+    pending = _Pending(sock, f"{address[0]}:{address[1]}", challenge, time.monotonic() + HANDSHAKE_SECONDS)
     if len(self._pending) >= MOST_PENDING + len(self._callers):
       self._refuse(next(iter(self._pending.values())), f"more than {MOST_PENDING} connections without a handshake")
     self._pending[sock] = pending
@@ -144,7 +162,7 @@ class Listener:
   def _advance(self, pending: _Pending) -> None:
     """Reads a part of the answer, and decides once it is complete."""
     try:
-      data = pending.sock.recv(handshake.ANSWER_BYTES - len(pending.answer))
+      data = pending.sock.recv(ANSWER_BYTES - len(pending.answer))
     except BlockingIOError:
       return
     except OSError as error:
@@ -153,15 +171,15 @@ class Listener:
     pending.answer += data
     if not data:
       self._refuse(pending, "closed before the handshake was complete")
-    elif len(pending.answer) == handshake.ANSWER_BYTES:
+    elif len(pending.answer) == ANSWER_BYTES:
       self._decide(pending)
 
   def _decide(self, pending: _Pending) -> None:
-    checked = handshake.check_answer(self._token, pending.nonce, pending.answer)
+    checked = handshake.check_answer(self._token, pending.challenge, pending.answer)
     if checked is None:
       self._refuse(pending, "wrong token")
       return
-    call, proof = checked
+    call = Call(*_CALL.unpack(checked.wish))
     if call.listener != self._member:
       self._refuse(pending, f"member {call.caller} looks for member {call.listener}; this is member {self._member}")
       return
@@ -170,7 +188,7 @@ class Listener:
       if call.epoch < max(self._epoch, earlier[0] if earlier else -1):
         self._refuse(pending, f"member {call.caller} connects for epoch {call.epoch}, which is over")
         return
-      if not self._send(pending, proof):
+      if not self._send(pending, checked.proof):
         return
       self._forget(pending)
       self._arrived[call.caller, call.stream] = (call.epoch, pending.sock)
@@ -207,21 +225,19 @@ class Listener:
 _Steps = Generator[tuple[socket.socket, int, float], bool, socket.socket]
 
 
-def dial(
-  token: bytes, peers: Mapping[handshake.Call, str], stop: Stop, deadline: float
-) -> dict[handshake.Call, socket.socket]:
+def dial(token: bytes, peers: Mapping[Call, str], stop: Stop, deadline: float) -> dict[Call, socket.socket]:
   """Makes the connections {call: address of its listener, "host:port"}, several at the same time, each with a handshake
   in both directions.
 
   Raises Unreachable if one is not made in REACH_SECONDS, PeerLost if a listener refuses or does not prove that it has
   the token, and at `deadline`; Stopped if `stop` is set.
   """
-  made: dict[handshake.Call, socket.socket] = {}
-  waiting: dict[int, tuple[handshake.Call, _Steps, float]] = {}  # by descriptor; with the time limit of the step
+  made: dict[Call, socket.socket] = {}
+  waiting: dict[int, tuple[Call, _Steps, float]] = {}  # by descriptor; with the time limit of the step
   poll = select.poll()
   stop.watched_by(poll)
 
-  def advance(call: handshake.Call, steps: _Steps, ready: bool | None) -> None:
+  def advance(call: Call, steps: _Steps, ready: bool | None) -> None:
     try:
       sock, event, until = steps.send(ready)  # type: ignore[arg-type]
     except StopIteration as end:
@@ -254,16 +270,16 @@ def dial(
   return made
 
 
-def _connect(token: bytes, address: str, call: handshake.Call, deadline: float) -> _Steps:
+def _connect(token: bytes, address: str, call: Call, deadline: float) -> _Steps:
   """Makes one connection, in steps: yields (socket, event to wait for, time limit), and gets whether it has come."""
   sock = yield from _reach(address, call.listener, deadline)
   try:
     challenge = yield from _receive(sock, handshake.CHALLENGE_BYTES, deadline)
-    answer = handshake.make_answer(token, challenge, call)
-    if answer is None:
+    made = handshake.make_answer(token, challenge, _CALL.pack(*call))
+    if made is None:
       raise ConnectionError("the listener is not a member of a run")
-    sock.sendall(answer[0])
-    if not hmac.compare_digest((yield from _receive(sock, handshake.PROOF_BYTES, deadline)), answer[1]):
+    sock.sendall(made.answer)
+    if not hmac.compare_digest((yield from _receive(sock, handshake.PROOF_BYTES, deadline)), made.proof):
       raise ConnectionError("the listener has another token")
   except OSError as error:
     sock.close()

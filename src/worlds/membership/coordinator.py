@@ -23,6 +23,7 @@ from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.epochs import Epochs, Member, Told
 from worlds.membership.failures import BAD_INPUT, FAILED
 from worlds.membership.messages import OPENED, Message, message, slow_line, step_of
+from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
 _SLOW_STEPS = 60  # after which a slow member may be replaced
@@ -44,6 +45,8 @@ class Coordinator(Epochs):
     """A process of `member` has connected."""
     if self.code is not None:
       return [Send(member, message("end", code=self.code, reason=""))]
+    if reason := self.failures.barred.get(member):
+      return [Send(member, message("end", code=FAILED, reason=f"The supervisor refuses this process. {reason}"))]
     found = self._members.setdefault(member, Member(lanes))
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
@@ -121,14 +124,18 @@ class Coordinator(Epochs):
     self.live.add(member)
     if not self._done.keys() >= self.active:
       return []
-    return self._differing() or self._commit(round_name)
+    if differing := self._differing():
+      return differing
+    effects, commits = self._compared()
+    return [*effects, *(self._commit(round_name) if commits else [])]
 
   def _differing(self) -> Effects:
     """Ends the members whose weights differ from the weights of most members. If two groups of members are equally
     large, the primary's group stays."""
     counts = Counter(self._done.values())
     right = self._done[max(self._done, key=lambda m: (counts[self._done[m]], m == self.primary, -m))]
-    reason = f"it has computed {self._round!r} with other weights than the other members"
+    what = "another state (weights or optimizer)" if self.witness.sums else "other weights"
+    reason = f"it has computed {self._round!r} with {what} than the other members"
     return [Kill(member, reason, 0.0) for member in sorted(self._done) if self._done[member] != right]
 
   def leave(self, member: int) -> Effects:
@@ -302,7 +309,7 @@ class Coordinator(Epochs):
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
-    self._told = Told()
+    self._told, self.witness = Told(), Witness(agreed=self.witness.agreed)
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].has(-1, holds=False)
@@ -329,6 +336,7 @@ class Coordinator(Epochs):
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""
+    self.witness.committed(round_name)
     self.failures.committed(round_name, self.active)
     for member in self.active:
       self._apart.pop(member, None)

@@ -9,10 +9,11 @@ from typing import Any
 
 from worlds.membership.dealing import Dealing
 from worlds.membership.effects import Effects, Kill, Note, Send
-from worlds.membership.failures import FAILED, Failures
+from worlds.membership.failures import BAD_INPUT, FAILED, Failures
 from worlds.membership.messages import message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
+from worlds.membership.witness import Sums, Witness, alarm_line, kinds
 
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
@@ -27,6 +28,8 @@ class Member:
   newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
   holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
+  where: str = ""  # its host and devices
+  numerics: str = ""  # what the bits of its sums depend on; "": there is no witness
   reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
 
   @property
@@ -105,6 +108,8 @@ class Epochs:
     self._stood_still = False  # the exchange of the round under way, in an earlier epoch
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealing = Dealing(rules)
+    self.witness = Witness()
+    self._unlike: dict[int, int] = {}  # see witness.kinds
     self._told = Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
@@ -192,7 +197,10 @@ class Epochs:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealing.deal(self.active, keeps)
-    return self._tell("world", lost=lost, fresh=fresh, source=self._source)
+    before = self._tell_of_witness()
+    if self.code is not None:
+      return before
+    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source)]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
@@ -207,6 +215,58 @@ class Epochs:
     fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
     whole, change = (message(kind, **told.since(base), **fields) for base in (Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
+
+  # ---- the witness
+
+  def device(self, member: int, where: str, numerics: str) -> Effects:
+    """`member` takes part in the witness."""
+    if member in self._members:
+      self._members[member].where, self._members[member].numerics = where, numerics
+    return []
+
+  def witnessed(self, member: int, epoch: int, sums: Sums) -> Effects:
+    """`member` has computed the share of the witness. Its `done` follows."""
+    if epoch == self.epoch and member in self.active:
+      self.witness.computed(member, sums)
+    return []
+
+  def _tell_of_witness(self) -> Effects:
+    """What members must know of the witness before the `world` of this epoch. Ends a run that cannot have one."""
+    self.witness.begin_epoch(self.active)
+    numerics = {member: text for member in sorted(self.active) if (text := self._members[member].numerics)}
+    before, self._unlike = self._unlike, kinds(numerics)
+    each = "; ".join(f"slice {member}: {text}" for member, text in numerics.items())
+    if not self.committed and len(set(numerics.values())) == len(numerics) > 1:
+      remedy = "Use equal chips and versions, or witness_period=0."
+      return self.end(BAD_INPUT, f"witness_period: no two slices compute the same bits ({each}).\n{remedy}")
+    notes: Effects = []
+    if self._unlike.items() - before.items():
+      notes = [Note(f"warning: the witness compares only slices of one kind, and there are several: {each}.")]
+    check = self.witness.check(self.epoch, self._unlike)
+    return notes + ([Send(member, check) for member in sorted(self.active)] if check else [])
+
+  def _compared(self) -> tuple[Effects, bool]:
+    """What follows from the sums of the witness, and whether the round is committed."""
+    kind = next((self._unlike.get(member, 0) for member in self.witness.sums), 0)
+    found = self.witness.verdict(self.epoch, [m for m in self.active if self._unlike.get(m, 0) == kind])
+    if found.kind == "equal":
+      return [], True
+    if found.kind in ("ask", "again"):
+      names = ", ".join(map(str, found.members))
+      what = "computes the share too" if found.kind == "ask" else "compute the step again: no other slice can decide"
+      return [Note(f"Witness of {self._round}: sums of a share differ. Slice {names} {what}."), *self._world()], False
+    where = {str(member): self._members[member].where for member in found.members}
+    agreed = {str(member): self.witness.agreed[member] for member in found.members if member in self.witness.agreed}
+    fields = {"members": list(found.members), "where": where, "agreed": agreed, "arrays": dict(found.arrays)}
+    told = message("alarm", outcome=found.kind, round=self._round, **fields)
+    line = alarm_line(told)
+    effects: Effects = [Note(line), *(Send(member, told) for member in sorted(self.active))]
+    if found.kind == "undecided":
+      effects += self.end(FAILED, line)
+    elif found.kind == "removed":
+      self.failures.bar(found.members, line)
+      effects += [Kill(member, f"it has computed wrong sums of {self._round!r}", 0.0) for member in found.members]
+    return effects, found.kind == "transient"
 
   # ---- connections between members
 

@@ -41,6 +41,7 @@ class Failures:
     self._furthest = 0, False  # (step, whether it is evaluated) of the newest round that was ever committed
     self._rounds: Counter[int] = Counter()  # new rounds, by the member that has computed them
     self._members: dict[int, _Member] = {}
+    self.barred: dict[int, str] = {}  # {member that does not return: the reason}
     self._steady: set[int] = set()  # members that compute and were not lost since the last recovery
 
   @property
@@ -75,12 +76,23 @@ class Failures:
     else:
       found.failures = 0
     longest = _LONGEST_WAIT_SECONDS if waits else _LONGEST_PAUSE_SECONDS
+    if member in self.barred:
+      return 1, float("inf")
     return found.ends, min(_FIRST_PAUSE_SECONDS * 2.0 ** min(found.ends - 1, 30), longest)
 
   def refuses(self, member: int) -> None:
     """The member has found an error of the configuration or the input, and will end."""
     found = self._members.setdefault(member, _Member())
     found.failures, found.code, found.rounds = max(found.failures, 1), BAD_INPUT, self._rounds[member]
+
+  def bar(self, members: Collection[int], reason: str) -> None:
+    """These members have computed wrong sums. They do not return, until `readmit`."""
+    self.barred |= dict.fromkeys(members, reason)
+
+  def readmit(self, members: Collection[int]) -> None:
+    """A person has replaced these members."""
+    for member in members:
+      self.barred.pop(member, None)
 
   def failing(self) -> dict[int, int]:
     """{member that would fail again, because it has done nothing since it failed: its last exit code}. Wrong input is
@@ -91,7 +103,7 @@ class Failures:
 
   def away(self) -> set[int]:
     """Members that ended again and again: nobody should wait for them."""
-    return {member for member, found in self._members.items() if found.ends >= _REPEATED}
+    return {member for member, found in self._members.items() if found.ends >= _REPEATED} | self.barred.keys()
 
   # ---- the run
 

@@ -79,11 +79,15 @@ class Server:
         channel.close()
       self._carry_out(self.coordinator.lost(member, reason, seconds))
 
-  def failed(self, member: int, code: int | None, host: str, reason: str) -> float:
-    """`member`, which ran on `host` and is lost, has ended with this code (None: unknown). May end the run; otherwise
-    returns the seconds until the member's next start."""
+  def ended(self, member: int, code: int | None, host: str, reason: str) -> float | None:
+    """`member`, which ran on `host`, has ended with this code (None: unknown): it is lost. Ends the run if all members
+    would fail again. Returns the seconds until the member's next start; None: the run was over before, or stops."""
     with self._lock:
+      self.lost(member, reason)
       run = self.coordinator
+      if run.code is not None or run.stopping:
+        return None
+      self._log(f"Member {member} {reason}.")
       times, seconds = run.failures.ended(member, code, host, waits=run.phase != "running")
       self._carry_out(run.judge())
       if times > 1 and run.code is None:
@@ -237,6 +241,10 @@ class Server:
       return run.joined(member, lane, received["epoch"])
     if kind == "computed":
       return run.computed(member, received["epoch"], received["seconds"])
+    if kind == "device":
+      return run.device(member, received["where"], received["numerics"])
+    if kind == "witness":
+      return run.witnessed(member, received["epoch"], received["sums"])
     if kind == "done":
       step_of(received["round"])  # ValueError before anything changes
       return run.done(member, lane, received["epoch"], received["round"], received["checksum"])

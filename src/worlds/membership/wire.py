@@ -1,8 +1,7 @@
 """Authenticated connections that carry JSON messages, in order, between the supervisor and the members of a run.
 
-Both sides prove that they have the job's token before anything else is read: the proof covers a random number of the
-other side, so a recorded conversation is worth nothing. Each message has an authentication code over its direction and
-its position, so a message cannot be changed, repeated or left out.
+Both sides prove that they have the job's token before anything else is read (handshake.py). Each message has an
+authentication code over its direction and its position, so a message cannot be changed, repeated or left out.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ import contextlib
 import hashlib
 import hmac
 import json
-import secrets
 import socket
 import struct
 import threading
 import zlib
 from typing import Any
 
-from worlds import addresses
+from worlds import addresses, handshake
 from worlds.liveness import Liveness
 
-NONCE_BYTES = 32
 CODE_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 5.0
@@ -132,15 +129,14 @@ class Channel:
 def accept(sock: socket.socket, token: bytes) -> Channel:
   """The supervisor's side of a new connection. Raises WireError if the other side does not have the token. It may take
   for ever: the caller limits the time and shuts the socket down."""
-  ours = secrets.token_bytes(NONCE_BYTES)
+  challenge = handshake.make_challenge()
   try:
-    sock.sendall(ours)
-    answer = _read(sock, NONCE_BYTES + CODE_BYTES)
-    theirs, proof = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
-    if not hmac.compare_digest(proof, _proof(token, b"member", ours + theirs)):
+    sock.sendall(challenge)
+    checked = handshake.check_answer(token, challenge, _read(sock, handshake.ANSWER_BYTES))
+    if checked is None:
       raise WireError("does not have the token of this job")
-    sock.sendall(_proof(token, b"supervisor", ours + theirs))
-    return _authenticated(sock, token, ours + theirs, serves=True)
+    sock.sendall(checked.proof)
+    return _authenticated(sock, checked.key, serves=True)
   except OSError as error:
     raise WireError(f"did not finish the handshake: {error}") from error
 
@@ -150,22 +146,23 @@ def connect(address: str, token: bytes) -> Channel:
   which is one, if it ends the connection, and WireError if it does not have the token."""
   sock = socket.create_connection(addresses.split(address), timeout=HANDSHAKE_SECONDS)
   try:
-    theirs = _read(sock, NONCE_BYTES)
-    ours = secrets.token_bytes(NONCE_BYTES)
-    sock.sendall(ours + _proof(token, b"member", theirs + ours))
+    made = handshake.make_answer(token, _read(sock, handshake.CHALLENGE_BYTES))
+    if made is None:
+      raise WireError(f"what answers at {address} is no supervisor")
+    sock.sendall(made.answer)
     try:
-      proof = _read(sock, CODE_BYTES)
+      proof = _read(sock, handshake.PROOF_BYTES)
     except ConnectionError as error:
       raise Refused(f"{error}, perhaps because this process has another token") from error
-    if not hmac.compare_digest(proof, _proof(token, b"supervisor", theirs + ours)):
+    if not hmac.compare_digest(proof, made.proof):
       raise WireError(f"what answers at {address} does not have the token of this job")
-    return _authenticated(sock, token, theirs + ours, serves=False)
+    return _authenticated(sock, made.key, serves=False)
   except BaseException:
     sock.close()
     raise
 
 
-def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: bool) -> Channel:
+def _authenticated(sock: socket.socket, key: bytes, *, serves: bool) -> Channel:
   sock.settimeout(None)
   sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
   if serves:
@@ -173,11 +170,7 @@ def _authenticated(sock: socket.socket, token: bytes, nonces: bytes, *, serves: 
   # The connection ends if the other host or the network is gone. Elsewhere than on Linux, this takes hours.
   if hasattr(socket, "TCP_USER_TIMEOUT"):
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * _DEAD_SECONDS)
-  return Channel(sock, _proof(token, b"session", nonces), serves=serves)
-
-
-def _proof(token: bytes, role: bytes, nonces: bytes) -> bytes:
-  return hmac.digest(token, role + b"\0" + nonces, hashlib.sha256)
+  return Channel(sock, key, serves=serves)
 
 
 def _code(key: bytes, sender: bytes, position: int, body: bytes) -> bytes:

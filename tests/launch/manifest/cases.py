@@ -16,7 +16,7 @@ RAY = "--image-extras ray"
 V5E = "--tpu-type v5litepod-16 --num-slices 3"
 COMMON = f"{RUN} {IMAGE} {V5E}"
 
-# Fifteen jobs of all kinds that can run. The first word is the target.
+# Jobs of all kinds that can run. The first word is the target.
 VALID = (
   f"jobset {COMMON} {ELASTIC} --elastic-slices 1 {PLACE}",
   f"jobset {COMMON} {ELASTIC} {LOCAL} --elastic-slices 2 elastic_min_slice_count=1 --cache-volume compiled --queue q",

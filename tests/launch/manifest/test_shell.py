@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import re
-import shlex
-import shutil
 import signal
 import subprocess
 import time
 
 import pytest
-import yaml
 from end_to_end import wrapped_sigterm
-from tests.launch.manifest.cases import COMMON, ELASTIC, PLACE, VALID, one_line
+from tests.launch.manifest.cases import COMMON, ELASTIC, PLACE
 
 from trainer.launch.manifest.__main__ import render
 
@@ -86,34 +81,3 @@ def test_sigterm_to_pid_1_of_a_container_reaches_the_program(tmp_path, name):
     assert process.wait(wrapper.grace) == 42
   finally:
     process.send_signal(signal.SIGKILL)
-
-
-def test_sigterm_to_the_container_reaches_the_program_at_once(shell):
-  case = next(case for case in VALID if case.startswith("pathwaysjob"))
-  spec = yaml.safe_load(render(case.split()))["spec"]["controller"]["template"]["spec"]
-  process = shell(spec["containers"][0]["command"][2])
-  assert process.stdout.readline() == "ready\n"
-  process.send_signal(signal.SIGTERM)
-  sent = time.monotonic()
-  assert process.wait(timeout=20) == 42
-  assert time.monotonic() - sent < 1
-
-
-# ---- with xpk itself, where it is installed (a large package with many dependencies, so no requirement of the tests)
-
-
-@pytest.mark.skipif(shutil.which("xpk") is None, reason="xpk is not installed")
-@pytest.mark.parametrize("case", [case for case in VALID if case.startswith("xpk")])
-def test_xpk_makes_a_job_in_which_sigterm_reaches_the_program(shell, tmp_path, case):
-  text = render(case.split())
-  words = [*shlex.split(one_line(text)), "--dry-run", "--output-manifest-file", "job.yaml"]
-  environment = os.environ | {"HOME": str(tmp_path)}
-  result = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-  assert result.returncode == 0, result.stdout + result.stderr
-  jobs = yaml.safe_load((tmp_path / "job.yaml").read_text())["spec"]["replicatedJobs"]
-  spec = jobs[0]["template"]["spec"]["template"]["spec"]
-  assert spec.get("terminationGracePeriodSeconds", 30) == int(re.search(r"Grace period (\d+) s", text)[1])
-  process = shell(spec["containers"][0]["command"][2])
-  assert next(line for line in process.stdout if not line.startswith("XPK")) == "ready\n"
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(timeout=20) == 42

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 
 from trainer import cluster
-from trainer.launch.ray.slices import Seat, Worker, environment, seats
+from trainer.launch.ray.slices import RayWorker, Seat, environment, seats
 from worlds.place import Place
 
 PLACE = Place(("10.0.0.9:4000",), b"t" * 32, member=1, lane=1, lanes=2, slice_coordinator="10.0.0.3:5000")
 
 
-def workers(*slice_names: str) -> list[Worker]:
-  return [Worker(rank, f"10.0.0.{rank}", 5000 + rank, name) for rank, name in enumerate(slice_names)]
+def workers(*slice_names: str) -> list[RayWorker]:
+  return [RayWorker(rank, f"10.0.0.{rank}", 5000 + rank, name) for rank, name in enumerate(slice_names)]
 
 
 def test_each_worker_is_a_slice():

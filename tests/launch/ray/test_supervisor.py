@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from trainer.launch.ray.slices import Worker
+from trainer.launch.ray.slices import RayWorker
 from trainer.launch.ray.supervisor import RunSupervisor
 from trainer.process.signals import PREEMPTED
 from worlds.membership import wire
@@ -30,7 +30,7 @@ class Group:
 
   def __init__(self, run: RunSupervisor, ranks: int) -> None:
     self.run = run
-    self.environments = run.begin([Worker(rank, "127.0.0.1", 1) for rank in range(ranks)])
+    self.environments = run.begin([RayWorker(rank, "127.0.0.1", 1) for rank in range(ranks)])
     self.members = {rank: self.join(rank, self.environments[rank]) for rank in range(ranks)}
     self.step = 0
 
@@ -111,7 +111,7 @@ def test_the_others_train_on_when_a_worker_is_replaced(run):
   group.members.pop(1).close()
   world = group.world(0)
   assert world["gone"] == [1] and world["epoch"] > epoch and run.exit_code() is None
-  group.members[1] = group.join(1, run.replace(Worker(1, "127.0.0.1", 1)))
+  group.members[1] = group.join(1, run.replace(RayWorker(1, "127.0.0.1", 1)))
   assert group.next(1)["kind"] == "welcome"
   group.close()
 
@@ -125,22 +125,22 @@ def test_a_worker_that_fails_alone_waits_longer_each_time_and_the_others_train_o
   for pause in (0.5, 1.0, 2.0):
     if code is not None:
       assert run.ended(1, code) is None
-    run.replace(Worker(1, "127.0.0.1", 1))
+    run.replace(RayWorker(1, "127.0.0.1", 1))
     assert pause - 0.2 < run.pause(1) <= pause and run.pause(0) == 0
   group.commit(group.world(0)["epoch"])
   assert run.exit_code() is None
-  run.replace(Worker(1, "127.0.0.2", 1))  # on another host
+  run.replace(RayWorker(1, "127.0.0.2", 1))  # on another host
   assert run.pause(1) == 0
   group.close()
 
 
 @pytest.mark.parametrize(("code", "times"), [(FAILED, 2), (BAD_INPUT, 1)])
 def test_the_run_ends_when_all_workers_fail_before_the_first_step(run, code, times):
-  run.begin([Worker(rank, "127.0.0.1", 1) for rank in range(2)])
+  run.begin([RayWorker(rank, "127.0.0.1", 1) for rank in range(2)])
   for _ in range(times - 1):
     for rank in range(2):
       assert run.ended(rank, code) is None
-      run.replace(Worker(rank, "127.0.0.1", 1))
+      run.replace(RayWorker(rank, "127.0.0.1", 1))
   assert run.ended(0, code) is None and run.ended(1, code) == code == run.exit_code()
 
 
@@ -224,7 +224,7 @@ def test_a_slice_is_ended_as_a_whole():
   run = RunSupervisor(
     RULES, host="127.0.0.1", lanes=2, tpu=True, attempts=2, kill=lambda worker: killed.append(worker.rank)
   )
-  environments = run.begin([Worker(rank, f"127.0.0.{rank + 1}", 7000 + rank, "ab"[rank // 2]) for rank in range(4)])
+  environments = run.begin([RayWorker(rank, f"127.0.0.{rank + 1}", 7000 + rank, "ab"[rank // 2]) for rank in range(4)])
   places = [place_of(environments[rank]) for rank in range(4)]
   assert [(place.member, place.lane, place.slice_coordinator) for place in places] == [
     (0, 0, "127.0.0.1:7000"),

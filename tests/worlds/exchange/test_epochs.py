@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import TOKEN, Members, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import Exchange, PeerLost, handshake, reduction
+from worlds import handshake
+from worlds.exchange import Exchange, PeerLost, reduction
 from worlds.exchange.link import _FIELDS, Kind, Link, Stop
-from worlds.exchange.listener import Listener, dial
+from worlds.exchange.listener import Call, Listener, dial
 
 NOTHING = memoryview(b"")
 SIZE = 300_000
@@ -209,7 +210,7 @@ def impostor(seconds=5.0):
 
 
 def call(exchange, epoch):
-  calls = {handshake.Call(epoch, 1, 0): exchange.address}
+  calls = {Call(epoch, 1, 0): exchange.address}
   return dial(TOKEN, calls, Stop(), time.monotonic() + 5).popitem()[1]
 
 

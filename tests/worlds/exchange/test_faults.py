@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import PeerLost, crew, handshake, reduction
+from worlds.exchange import PeerLost, crew, listener, reduction
 
 SIZE = 200_000
-HANDSHAKE = handshake.ANSWER_BYTES  # bytes that the caller sends before the first frame
+HANDSHAKE = listener.ANSWER_BYTES  # bytes that the caller sends before the first frame
 
 
 @pytest.fixture(autouse=True, params=["one thread", "several threads"])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import MismatchedCall, PeerLost, handshake, state
+from worlds.exchange import MismatchedCall, PeerLost, listener, state
 from worlds.exchange.link import checksum
 
 ARRAYS = [
@@ -88,7 +88,7 @@ def test_a_header_that_is_too_long_allocates_nothing(monkeypatch):
 
 def test_a_damaged_byte_of_a_state_is_detected():
   those = Members(2)
-  relay = Relay(those.all[0].address, flip(handshake.ANSWER_BYTES + 5000))
+  relay = Relay(those.all[0].address, flip(listener.ANSWER_BYTES + 5000))
   try:
     those.connect({(1, 0): relay.address})
     with pytest.raises(PeerLost, match="member 1: the checksum of STATE_ARRAY 0, 0 is wrong"):

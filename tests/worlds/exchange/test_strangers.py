@@ -11,8 +11,10 @@ import time
 import pytest
 from tests.support.exchange_members import TOKEN, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import Exchange, PeerLost, handshake, listener
+from worlds import handshake
+from worlds.exchange import Exchange, PeerLost, listener
 from worlds.exchange.link import Stop, Stopped
+from worlds.exchange.listener import Call
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +28,10 @@ def stranger(exchange):
   host, port = exchange.address.split(":")
   with socket.create_connection((host, int(port)), timeout=5) as sock:
     yield sock, sock.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL)
+
+
+def answer_of(token, challenge, call):
+  return handshake.make_answer(token, challenge, listener._CALL.pack(*call))
 
 
 def is_closed(sock, seconds=10):
@@ -55,9 +61,9 @@ def check_members(those):
 
 def test_a_valid_answer_is_accepted_once_and_a_replay_is_not():
   with members(2) as those:
-    call = handshake.Call(1, 1, 0)
+    call = Call(1, 1, 0)
     with stranger(those.all[0]) as (sock, challenge):
-      answer, proof = handshake.make_answer(TOKEN, challenge, call)
+      answer, _, proof, _ = answer_of(TOKEN, challenge, call)
       sock.sendall(answer)
       assert sock.recv(handshake.PROOF_BYTES, socket.MSG_WAITALL) == proof
     with stranger(those.all[0]) as (sock, challenge):
@@ -75,11 +81,11 @@ def test_a_wrong_answer_is_refused_at_once(garbage):
     those.connect()
     with stranger(those.all[0]) as (sock, challenge):
       answers = {
-        "random bytes": os.urandom(handshake.ANSWER_BYTES),
+        "random bytes": os.urandom(listener.ANSWER_BYTES),
         "an HTTP request": b"GET / HTTP/1.1\r\nHost: localhost\r\nUser-Agent: " + b"x" * 100 + b"\r\n\r\n",
-        "a wrong token": handshake.make_answer(b"another token...", challenge, handshake.Call(3, 1, 0))[0],
-        "an old epoch": handshake.make_answer(TOKEN, challenge, handshake.Call(1, 1, 0))[0],
-        "another member": handshake.make_answer(TOKEN, challenge, handshake.Call(3, 1, 5))[0],
+        "a wrong token": answer_of(b"another token...", challenge, Call(3, 1, 0)).answer,
+        "an old epoch": answer_of(TOKEN, challenge, Call(1, 1, 0)).answer,
+        "another member": answer_of(TOKEN, challenge, Call(3, 1, 5)).answer,
       }
       sock.sendall(answers[garbage])
       start = time.monotonic()
@@ -147,11 +153,9 @@ def test_a_listener_that_is_not_a_member_is_left(behaviour):
         if behaviour == "closes":
           return
         if behaviour != "silence":
-          sock.sendall(
-            handshake.make_challenge()[0] if behaviour == "no token" else b"HTTP/1.1 400 Bad Request\r\n\r\n"
-          )
+          sock.sendall(handshake.make_challenge() if behaviour == "no token" else b"HTTP/1.1 400 Bad Request\r\n\r\n")
         if behaviour == "no token":
-          sock.recv(handshake.ANSWER_BYTES, socket.MSG_WAITALL)
+          sock.recv(listener.ANSWER_BYTES, socket.MSG_WAITALL)
           sock.sendall(os.urandom(handshake.PROOF_BYTES))
         time.sleep(0.5)
 
@@ -182,8 +186,7 @@ def test_a_connection_of_the_next_epoch_is_not_taken_for_one_of_the_present_epoc
   try:
     listens.begin(1, [(1, 0)])
     first, second = (
-      listener.dial(TOKEN, {handshake.Call(epoch, 1, 0): listens.address}, Stop(), soon).popitem()[1]
-      for epoch in (1, 2)
+      listener.dial(TOKEN, {Call(epoch, 1, 0): listens.address}, Stop(), soon).popitem()[1] for epoch in (1, 2)
     )
     assert is_closed(first)
     stop.set()

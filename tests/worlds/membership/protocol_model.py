@@ -3,6 +3,7 @@
 A member computes rounds "step N", and "eval N" after every third step. An exchange completes for a member once every
 member of its epoch has computed the round in this epoch. Messages between a member and the supervisor keep their order;
 everything else happens in an order that a seed determines: kills, SIGTERM, restarts, and the speed of every member.
+With a witness, every step compares one share, and some members compute wrong sums.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import random
 import zlib
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import change, from_ranges
 from worlds.membership.rules import RunRules
+from worlds.membership.witness import draw
 
 EVAL_PERIOD = 3
 
@@ -36,6 +39,8 @@ class Member:
   led: bool = False  # the state is from a backup, and nobody has trained on it yet
   stop: bool = False
   told: str = ""  # the evaluation that it has told of
+  check: dict[str, Any] = field(default_factory=dict)  # the last message of this kind
+  sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by round and `since`
   exit: int | None = None
 
   @property
@@ -68,8 +73,15 @@ class Model:
     steps: int = 7,
     group: int = 1,
     slow_until: dict[int, int] | None = None,
+    witness: bool = False,
+    wrong: Collection[int] = (),
+    wrong_once: Collection[tuple[int, int]] = (),
   ) -> None:
-    """slow_until: {member: the step up to which it needs twice as long for a share}."""
+    """slow_until: {member: the step up to which it needs twice as long for a share}. wrong: members whose sums are
+    always wrong. wrong_once: (member, step) of sums that are right when they are computed again."""
+    self.witness, self.wrong, self.wrong_once = witness, set(wrong), set(wrong_once)
+    self.alarms: list[dict[str, Any]] = []  # as each member got them
+    self.comparisons = 0
     self.random = random.Random(seed)
     self.now = 0.0
     self.steps = steps
@@ -106,10 +118,14 @@ class Model:
 
   def carry_out(self, effects: Effects) -> None:
     for effect in effects:
-      assert not isinstance(effect, Kill), effect
+      if isinstance(effect, Kill):  # members with different states must never do the same round
+        assert effect.member in self.coordinator.failures.barred, effect
       if isinstance(effect, Send) and effect.member in self.members:
         self.members[effect.member].inbox.append(effect.message)
-      assert isinstance(effect, Send | Note)
+      assert isinstance(effect, Send | Note | Kill)
+    for effect in effects:
+      if isinstance(effect, Kill):
+        self.kill(effect.member)
 
   # ---- one event ----
 
@@ -129,6 +145,11 @@ class Model:
       self.carry_out(run.computed(i, received["epoch"], len(shares) * (2.0 if slow else 1.0)))
     elif received["kind"] == "done":
       self.carry_out(run.done(i, 0, received["epoch"], received["round"], received["checksum"]))
+    elif received["kind"] == "device":
+      self.carry_out(run.device(i, received["where"], received["numerics"]))
+    elif received["kind"] == "witness":
+      self.carry_out(run.witnessed(i, received["epoch"], received["sums"]))
+      self.comparisons += 1
     elif received["kind"] == "evaluates":
       self.carry_out(run.evaluates(i, received["round"]))
     elif received["kind"] == "leave":
@@ -139,6 +160,8 @@ class Model:
   def act(self, member: Member) -> None:
     """The member does the next thing that it can do. It looks at its messages where the program does."""
     if member.mode == "starting":
+      if self.witness:
+        member.say("device", where=f"host {member.id}", numerics="chip")
       member.say("ready", newest=member.newest, holds=member.history is not None)
       member.mode = "waiting"
     elif member.mode == "receiving":
@@ -168,7 +191,8 @@ class Model:
       assert member.world is not None
       epoch = member.world["epoch"]
       if self.computed[epoch, member.round] >= {int(i) for i in member.world["members"]}:
-        # Members with different states must never do the same round: the coordinator would send a Kill.
+        if self.witness and member.round.startswith("step"):
+          self.compare(member, epoch)
         checksum = zlib.crc32(repr(member.history).encode())
         member.say("done", epoch=epoch, round=member.round, checksum=checksum)
         member.mode = "undecided"
@@ -176,6 +200,22 @@ class Model:
         self.read(member)
     elif member.mode in ("undecided", "waiting") and member.inbox:
       self.read(member)
+
+  def compare(self, member: Member, epoch: int) -> None:
+    """The member computes the share of the witness, if it is drawn or asked, or owns the share now."""
+    assert member.world is not None
+    dealt = {int(i): from_ranges(ranges) for i, ranges in member.world["ranges"].items()}
+    check = member.check if member.check.get("epoch") == epoch else {"asked": [], "unlike": {}, "since": 0}
+    drawn = draw(1, member.step, dealt, {int(i): kind for i, kind in check["unlike"].items()})
+    if member.id not in (check["asked"] or drawn.members) and drawn.share not in dealt[member.id]:
+      return
+    step = int(member.round.split()[1])
+    if (member.round, check["since"]) not in member.sums:
+      again = check["since"] > 0
+      wrong = member.id in self.wrong or (not again and (member.id, step) in self.wrong_once)
+      member.sums[member.round, check["since"]] = member.id + 1 if wrong else 0
+    sums = {"w": [member.sums[member.round, check["since"]], 0], f"share {drawn.share}": [step, 0]}
+    member.say("witness", epoch=epoch, round=member.round, sums=sums)
 
   def read(self, member: Member) -> None:
     """The member handles the supervisor's next message."""
@@ -189,6 +229,10 @@ class Model:
         member.say("restored", epoch=received["epoch"], step=member.step)
       elif member.led:
         member.history, member.led = None, False
+    elif kind == "check":
+      member.check = received
+    elif kind == "alarm":
+      self.alarms.append(received)
     elif kind in ("world", "hold"):
       before, member.world = member.world or {"epoch": 0, "members": {}, "ranges": {}}, dict(received)
       assert received["base"] in (0, before["epoch"]), (received, before)
@@ -302,7 +346,8 @@ class Model:
         self.leaves += 1
         self.members[member].say("leave")
       return
-    missing = [i for i in range(self.coordinator._total) if i not in self.members]
+    barred = self.coordinator.failures.barred
+    missing = [i for i in range(self.coordinator._total) if i not in self.members and i not in barred]
     if missing and self.coordinator.phase != "over" and self.random.random() < 0.05:
       self.start(self.random.choice(missing))
     if not alive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -40,6 +41,38 @@ def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
     leaves += model.leaves
     interruptions += model.interruptions
   assert kills > 100 and leaves > 50 and interruptions > 5, "the faults did not happen"
+
+
+def test_a_witness_of_every_step_names_only_members_that_are_wrong():
+  """A member is wrong always, in other runs once, in others never. Members die and join meanwhile."""
+  outcomes, comparisons = Counter(), 0
+  for seed in range(120):
+    wrong = {seed % 4} if seed % 3 == 0 else set()
+    once = {(seed % 4, 2 + seed % 4)} if seed % 3 == 1 else set()
+    model = Model(seed, total=4, steps=12, witness=True, wrong=wrong, wrong_once=once)
+    code = model.run(faults=(0.0, 0.01)[seed % 2])
+    found = {alarm["outcome"] for alarm in model.alarms}
+    named = {member for alarm in model.alarms for member in alarm["members"]}
+    assert code == (1 if "undecided" in found else 0), (seed, code, model.alarms)
+    assert model.coordinator.failures.barred.keys() <= (wrong | {member for member, _ in once}), seed
+    assert named <= wrong | {member for member, _ in once} or found & {"undecided", "transient"}, (seed, model.alarms)
+    assert bool(wrong or once) or not model.alarms, (seed, model.alarms)
+    if code == 0:
+      assert model.applied[-1] == "eval 12" and len(model.applied) == 16
+    outcomes.update(found or {"nothing"})
+    comparisons += model.comparisons
+  assert outcomes["removed"] > 30 and outcomes["nothing"] > 30 and comparisons > 3000, (outcomes, comparisons)
+
+
+@pytest.mark.parametrize("wrong, once, outcome", [({1}, set(), "undecided"), (set(), {(1, 3)}, "transient")])
+def test_of_two_members_that_differ_both_are_suspected(wrong, once, outcome):
+  for seed in range(10):
+    model = Model(seed, total=2, steps=12, witness=True, wrong=wrong, wrong_once=once)
+    assert model.run(faults=0.0) == int(outcome == "undecided")
+    assert {alarm["outcome"] for alarm in model.alarms} == {outcome}, model.alarms
+    assert {tuple(alarm["members"]) for alarm in model.alarms} == {(0, 1) if outcome == "undecided" else (1,)}
+    assert all(alarm["arrays"] == {"w": 1} for alarm in model.alarms)
+    assert (model.applied[-1:] == ["eval 12"]) == (outcome == "transient")
 
 
 def test_shares_move_from_a_slow_member_and_back_without_a_round_lost():

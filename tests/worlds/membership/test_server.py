@@ -12,6 +12,7 @@ import time
 
 import pytest
 
+from worlds import handshake
 from worlds.membership import server as server_lib
 from worlds.membership import wire
 from worlds.membership.client import Membership, SupervisorLost
@@ -149,9 +150,9 @@ def test_the_wrong_token_is_refused_on_both_sides(run):
     def claim() -> None:
       sock, _ = listener.accept()
       with sock, contextlib.suppress(OSError):
-        sock.sendall(bytes(wire.NONCE_BYTES))
+        sock.sendall(handshake.make_challenge())
         sock.recv(4096)
-        sock.sendall(bytes(wire.CODE_BYTES))
+        sock.sendall(bytes(handshake.PROOF_BYTES))
 
     thread = threading.Thread(target=claim)
     thread.start()
@@ -178,8 +179,7 @@ def test_a_connection_that_never_says_hello_is_closed_in_time(run, monkeypatch, 
   before, closed = run.state(), threading.Event()
   with run.connect() as sock:
     if knows_token:
-      theirs = sock.recv(wire.NONCE_BYTES, socket.MSG_WAITALL)
-      sock.sendall(bytes(wire.NONCE_BYTES) + wire._proof(TOKEN, b"member", theirs + bytes(wire.NONCE_BYTES)))
+      sock.sendall(handshake.make_answer(TOKEN, sock.recv(handshake.CHALLENGE_BYTES, socket.MSG_WAITALL)).answer)
 
     def drip() -> None:  # each byte would begin another time limit of a read
       with contextlib.suppress(OSError):

@@ -19,21 +19,24 @@ from __future__ import annotations
 import sys
 
 from trainer.config import ConfigError
-from trainer.launch.manifest import commands, jobset, options, pathwaysjob, plan, rayjob
+from trainer.config.errors import require
+from trainer.launch.manifest import checks, commands, contents, objects, options
+from trainer.launch.manifest.plan import resolve
 
 _RENDERERS = {
   "gcluster": commands.gcluster,
   "xpk": commands.xpk,
-  "jobset": jobset.render,
-  "pathwaysjob": pathwaysjob.render,
-  "rayjob": rayjob.render,
+  "jobset": objects.render,
+  "pathwaysjob": objects.render,
+  "rayjob": objects.render,
 }
 
 
 def render(arguments: list[str]) -> str:
   """The text for these arguments. Raises ConfigError if they are wrong or do not fit together."""
-  chosen = options.parse(arguments, tuple(_RENDERERS))
-  return _RENDERERS[chosen.target](plan.resolve(chosen))
+  plan = resolve(options.parse(arguments, tuple(_RENDERERS)))
+  require([*checks.problems(plan), *contents.problems(plan)])
+  return _RENDERERS[plan.options.target](plan)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
 from trainer.config.schema import Config
 from trainer.launch.manifest import budget, checks
-from trainer.launch.manifest.job import CACHE_FOLDER, Job
+from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
 
 # The keys that name training data and evaluation data, by dataset_type.
 _DATA_KEYS = {
@@ -24,20 +24,20 @@ _REMOTE_GRAIN = ("parquet", "jsonl")  # values of grain_file_type whose files ma
 _GIB = 2**30
 
 
-def problems(job: Job) -> Iterator[str]:
+def problems(plan: GkePlan) -> Iterator[str]:
   """All broken rules."""
   for rule in (_packages, _data, _buckets, _device_memory, _host_memory):
-    yield from rule(job)
+    yield from rule(plan)
 
 
-def _packages(job: Job) -> Iterator[str]:
-  needs = {given: extra for given, _, extra in paths.extras(job.config.observe)}
+def _packages(plan: GkePlan) -> Iterator[str]:
+  needs = {given: extra for given, _, extra in paths.extras(plan.config.observe)}
   needs |= {
-    f"dataset_type={data.dataset_type}": "tfds" for data in _sections(job.config) if data.dataset_type == "tfds"
+    f"dataset_type={data.dataset_type}": "tfds" for data in _sections(plan.config) if data.dataset_type == "tfds"
   }
-  needs |= {"rayjob": "ray"} if job.options.target == "rayjob" else {}
+  needs |= {"rayjob": "ray"} if plan.options.target == "rayjob" else {}
   for what, extra in needs.items():
-    if extra not in job.options.image_extras:
+    if extra not in plan.options.image_extras:
       yield (
         f"{what}: needs the extra {extra}, which the image of docker/Dockerfile does not have.\n"
         f"Build --image with --build-arg EXTRAS={extra} and give --image-extras {extra}, or remove {what}."
@@ -53,9 +53,9 @@ def _sections(config: Config) -> Iterator[DataOptions]:
   yield from mixture.read_eval_sets(data).values()
 
 
-def _data(job: Job) -> Iterator[str]:
+def _data(plan: GkePlan) -> Iterator[str]:
   """Pods have the files of the package, the volume of --cache-volume, and what is in a bucket."""
-  data = job.config.data
+  data = plan.config.data
   if data.dataset_type == "synthetic":
     return
   for key in ("grain_train_mixture_config_path", "eval_sets"):
@@ -63,17 +63,17 @@ def _data(job: Job) -> Iterator[str]:
     if value and not files.is_in_package(value):
       yield f"{key}={value}: {checks.ONLY_PACKAGED}"
       return  # its sources are unknown
-  for section in _sections(job.config):
-    yield from _paths(job, section)
+  for section in _sections(plan.config):
+    yield from _paths(plan, section)
   if data.tokenizer_type == "bpe" and data.tokenizer_path:
-    yield from _path(job, "tokenizer_path", data.tokenizer_path, True)
+    yield from _path(plan, "tokenizer_path", data.tokenizer_path, True)
 
 
-def _paths(job: Job, data: DataOptions) -> Iterator[str]:
+def _paths(plan: GkePlan, data: DataOptions) -> Iterator[str]:
   """The data of one section: training data are there, and all data are where pods can read them."""
   kind = data.dataset_type
   required, *others = _DATA_KEYS[kind]
-  if data is job.config.data and not getattr(data, required):
+  if data is plan.config.data and not getattr(data, required):
     library = ", and would train on Python's standard library" if kind == "text" else ""
     yield (
       f"{required}=: dataset_type={kind} has no data{library}.\n"
@@ -83,12 +83,12 @@ def _paths(job: Job, data: DataOptions) -> Iterator[str]:
   for key in (required, *others):
     for part in getattr(data, key).split(";") if kind == "grain" else [getattr(data, key)]:
       if part.strip():
-        yield from _path(job, key, part.strip(), remote)
+        yield from _path(plan, key, part.strip(), remote)
 
 
-def _path(job: Job, key: str, value: str, remote: bool) -> Iterator[str]:
+def _path(plan: GkePlan, key: str, value: str, remote: bool) -> Iterator[str]:
   """remote: whether the reader of this file takes addresses."""
-  mounted = job.options.cache_volume and value.startswith(f"{CACHE_FOLDER}/")
+  mounted = plan.options.cache_volume and value.startswith(f"{CACHE_FOLDER}/")
   if mounted or (remote and value.startswith("gs://")):
     return
   address = "an address gs://BUCKET/FOLDER, or " if remote else ""
@@ -97,12 +97,12 @@ def _path(job: Job, key: str, value: str, remote: bool) -> Iterator[str]:
   yield f"{key}={shorten(value)}: {wrong}.\nGive {address}a folder below {CACHE_FOLDER} of --cache-volume gs://BUCKET."
 
 
-def _buckets(job: Job) -> Iterator[str]:
+def _buckets(plan: GkePlan) -> Iterator[str]:
   """Addresses that name a bucket which cannot exist, such as gs://BUCKET/runs."""
-  data = job.config.data
-  given = {"base_output_directory=": job.config.run.base_output_directory}
-  given["--pathways-gcs-location "] = job.options.pathways_gcs_location or ""
-  given["jax_cache_dir="] = job.config.run.jax_cache_dir
+  data = plan.config.data
+  given = {"base_output_directory=": plan.config.run.base_output_directory}
+  given["--pathways-gcs-location "] = plan.options.pathways_gcs_location or ""
+  given["jax_cache_dir="] = plan.config.run.jax_cache_dir
   if data.dataset_type != "synthetic":
     given |= {f"{key}=": getattr(data, key) for key in (*_DATA_KEYS.get(data.dataset_type, ()), "tokenizer_path")}
   for name, value in given.items():
@@ -110,23 +110,23 @@ def _buckets(job: Job) -> Iterator[str]:
       yield from paths.bucket_problems(f"{name}{shorten(part)}", part)
 
 
-def _device_memory(job: Job) -> Iterator[str]:
+def _device_memory(plan: GkePlan) -> Iterator[str]:
   """Every slice holds the whole state, spread over its chips. What else a step needs, trainer.tools.preflight knows."""
-  chips, needed = job.slice.hosts * job.slice.chips_per_host, budget.state_bytes(job.config)
-  if needed > chips * job.slice.hbm_bytes:
+  chips, needed = plan.slice.hosts * plan.slice.chips_per_host, budget.state_bytes(plan.config)
+  if needed > chips * plan.slice.hbm_bytes:
     yield (
-      f"--tpu-type {job.options.tpu_type}: the parameters and the optimizer state of {job.config.model.model_name} "
-      f"({counts.parameter_count(job.config.model) / 1e9:.2f} billion parameters) need {needed / _GIB:,.0f} GiB, and a "
-      f"slice of {chips} chips has {chips * job.slice.hbm_bytes / _GIB:,.0f} GiB.\nChoose a slice of more than "
-      f"{math.ceil(needed / job.slice.hbm_bytes)} chips of this kind, or a smaller model."
+      f"--tpu-type {plan.options.tpu_type}: the parameters and the optimizer state of {plan.config.model.model_name} "
+      f"({counts.parameter_count(plan.config.model) / 1e9:.2f} billion parameters) need {needed / _GIB:,.0f} GiB, and "
+      f"a slice of {chips} chips has {chips * plan.slice.hbm_bytes / _GIB:,.0f} GiB.\nChoose a slice of more than "
+      f"{math.ceil(needed / plan.slice.hbm_bytes)} chips of this kind, or a smaller model."
     )
 
 
-def _host_memory(job: Job) -> Iterator[str]:
+def _host_memory(plan: GkePlan) -> Iterator[str]:
   """Behind Pathways the ramdisk is on a CPU node, whose memory is unknown here."""
-  if not job.pathways and job.ramdisk_mebibytes * budget.MEBIBYTE > job.slice.host_bytes:
+  if not plan.pathways and plan.ramdisk_mebibytes * budget.MEBIBYTE > plan.slice.host_bytes:
     yield (
-      f"enable_emergency_checkpoint=true: the ramdisk needs {job.ramdisk_mebibytes * budget.MEBIBYTE / 1e9:,.0f} GB "
-      f"per host, and {job.slice.machine_type} has {job.slice.host_bytes / 1e9:,.0f} GB of memory.\n"
+      f"enable_emergency_checkpoint=true: the ramdisk needs {plan.ramdisk_mebibytes * budget.MEBIBYTE / 1e9:,.0f} GB "
+      f"per host, and {plan.slice.machine_type} has {plan.slice.host_bytes / 1e9:,.0f} GB of memory.\n"
       "Choose a slice with more hosts, or set enable_emergency_checkpoint=false."
     )

@@ -1,73 +1,162 @@
-"""From the options to a job: everything is resolved, and checked to fit together."""
+"""From the options to a plan: everything is resolved. All targets print the same plan."""
 
 from __future__ import annotations
 
 import argparse
+import shlex
+from dataclasses import dataclass
 
 from trainer.config import Config, load
-from trainer.config.errors import require
 from trainer.launch import keys
-from trainer.launch.manifest import budget, checks, contents, hardware
-from trainer.launch.manifest.job import CACHE_FOLDER, Job
+from trainer.launch.manifest import budget, hardware
+from trainer.launch.manifest.hardware import Slice
 
-DEFAULT_RESTARTS = 10
+CACHE_FOLDER = "/cache"  # the mount point of the volume for the compilation cache
+# Targets that do not set the grace period of the Pathways head: it is DEFAULT_GRACE_SECONDS.
+FIXED_GRACE = ("xpk", "gcluster")
+_RESTARTS = 10
+_IMAGES = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways"
 
 
-def resolve(options: argparse.Namespace) -> Job:
-  """The job of these options. Raises ConfigError with all independent mistakes."""
+@dataclass(frozen=True)
+class GkePlan:
+  """One job on GKE."""
+
+  options: argparse.Namespace  # of options.parse
+  config: Config
+  slice: Slice
+  num_slices: int
+  save_seconds: float
+  grace_seconds: int
+  ramdisk_mebibytes: int  # per pod; 0 without emergency tier
+  words: tuple[str, ...]  # CONFIG.yml key=value ... of the command in the container
+
+  @property
+  def name(self) -> str:
+    """The name of the job in Kubernetes."""
+    return self.options.workload or self.config.run.run_name
+
+  @property
+  def pathways(self) -> bool:
+    """Whether the run is behind Pathways."""
+    return self.config.cluster.enable_single_controller
+
+  @property
+  def command(self) -> str:
+    """What a shell in the container executes. With exec the program itself receives SIGTERM."""
+    return "exec python -m trainer " + shlex.join(self.words)
+
+  @property
+  def max_restarts(self) -> int:
+    """Restarts of the whole job. Without checkpoints a restarted run would begin again; and xpk does not restart a job
+    behind Pathways."""
+    if self.options.max_restarts is not None:
+      return self.options.max_restarts
+    without = self.options.target == "xpk" and self.pathways
+    return _RESTARTS if self.config.checkpoint.enable_checkpointing and not without else 0
+
+  @property
+  def max_slice_restarts(self) -> int:
+    """Restarts of a slice's workers, if slices may be missing."""
+    given = self.options.max_slice_restarts
+    return self.config.elastic.elastic_max_retries if given is None else given
+
+  @property
+  def elastic_slices(self) -> int | None:
+    """Slices that may be missing; None: no slice."""
+    return self.options.elastic_slices or None
+
+  @property
+  def slice_restarts(self) -> int | None:
+    """Restarts of a slice's workers; None: no slice may be missing."""
+    return self.max_slice_restarts if self.options.elastic_slices else None
+
+  @property
+  def least_slices(self) -> int:
+    """Slices without which the job waits."""
+    return self.num_slices - self.options.elastic_slices
+
+  @property
+  def long_grace(self) -> int | None:
+    """The grace period; None: it is Kubernetes' own."""
+    return self.grace_seconds if self.grace_seconds > budget.DEFAULT_GRACE_SECONDS else None
+
+  @property
+  def pathways_folder(self) -> str:
+    """gs:// folder for the files of Pathways."""
+    return self.options.pathways_gcs_location or self.config.run.base_output_directory
+
+  @property
+  def server_image(self) -> str:
+    """The public image of Pathways' resource manager and workers."""
+    return f"{_IMAGES}/server:{self.options.pathways_version or 'latest'}"
+
+  @property
+  def proxy_image(self) -> str:
+    """The public image of Pathways' proxy."""
+    return f"{_IMAGES}/proxy_server:{self.options.pathways_version or 'latest'}"
+
+  @property
+  def ramdisk(self) -> str:
+    """The kind of volume for the emergency tier. A csi volume stays on its TPU host when the pod is replaced."""
+    return self.options.ramdisk or ("emptydir" if self.pathways else "csi")
+
+  @property
+  def local_folder(self) -> str:
+    """The mount point of the ramdisk."""
+    return self.config.checkpoint.local_checkpoint_directory
+
+  @property
+  def summary(self) -> list[str]:
+    """The assumptions behind the numbers, as lines."""
+    size = budget.checkpoint_bytes(self.config) / 1e9
+    lines = [
+      f"Grace period {self.grace_seconds} s. A checkpoint of {size:.2f} GB takes {self.save_seconds:.1f} s at "
+      f"{self.options.save_gigabytes_per_second:g} GB/s per host, after a step of {self.options.step_seconds:g} s."
+    ]
+    if self.ramdisk_mebibytes:
+      lines.append(f"Ramdisk of {self.ramdisk_mebibytes} MiB per host for {self.local_folder}.")
+      if self.ramdisk == "emptydir":
+        lines.append("An emptyDir is lost with its pod: it serves recoveries of a running process, not restarts.")
+    cache = self.config.run.jax_cache_dir
+    if cache and "://" not in cache and not self.options.cache_volume:
+      lines.append("A restarted pod compiles again. Give --cache-volume or jax_cache_dir=gs://... to keep programs.")
+    return lines
+
+
+def resolve(options: argparse.Namespace) -> GkePlan:
+  """The plan of these options. Raises ConfigError for a wrong configuration or TPU."""
   # The last value counts here; the job's own command refuses a key with two values.
-  options.config = list({argument.partition("=")[0]: argument for argument in options.config}.values())
-  config = load(options.config, check_paths=False)
-  piece = hardware.resolve(options.tpu_type)
-  piece = hardware.on_hosts_of_ray(piece) if options.target == "rayjob" else piece
+  words = list({argument.partition("=")[0]: argument for argument in options.config}.values())
+  config, ray = load(words, check_paths=False), options.target == "rayjob"
   pathways = config.cluster.enable_single_controller
-  saving_hosts = 1 if pathways else piece.hosts
-  save = budget.save_seconds(config, saving_hosts, options.save_gigabytes_per_second)
-  wrapper = budget.XPK_WRAPPER_SECONDS if options.target == "xpk" else 0
-  # Not where the period is fixed: services must not make a save impossible that fits it.
-  services = 0.0 if pathways and options.target in checks.FIXED_GRACE else budget.service_seconds(config)
-  grace = budget.grace_seconds(save, options.step_seconds, wrapper + services)
+  piece = hardware.resolve(options.tpu_type)
+  piece = hardware.on_hosts_of_ray(piece) if ray else piece
   num_slices = options.num_slices or config.cluster.num_slices or 1
-  if options.target == "rayjob" and not pathways:
+  if ray and not pathways:
     ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)
-    config = load([*options.config, *keys.refuse_other(options.config, "rayjob", ray_keys)], check_paths=False)
-  retries, given = config.elastic.elastic_max_retries, options.max_slice_restarts
-  ramdisk = 0
-  if config.checkpoint.enable_emergency_checkpoint:
-    # Behind Pathways the controller writes the copies of all slices.
-    ramdisk = budget.ramdisk_mebibytes(config, saving_hosts, num_slices if pathways else 1)
-  job = Job(
+    config = load([*words, *keys.refuse_other(words, "rayjob", ray_keys)], check_paths=False)
+  # Behind Pathways the controller writes everything, also the local copies of all slices.
+  hosts, copies = (1, num_slices) if pathways else (piece.hosts, 1)
+  save = budget.save_seconds(config, hosts, options.save_gigabytes_per_second)
+  others = budget.XPK_WRAPPER_SECONDS if options.target == "xpk" else 0.0
+  # Not where the period is fixed: services must not make a save impossible that fits it.
+  others += 0.0 if pathways and options.target in FIXED_GRACE else budget.service_seconds(config)
+  grace = budget.grace_seconds(save, options.step_seconds, others)
+  local = config.checkpoint.enable_emergency_checkpoint
+  # What the program must know about the job around it.
+  given = {word.partition("=")[0] for word in words}
+  if grace > budget.DEFAULT_GRACE_SECONDS and "autocheckpoint_grace_seconds" not in given:
+    words.append(f"autocheckpoint_grace_seconds={grace}")
+  if options.cache_volume:
+    words.append(f"jax_cache_dir={CACHE_FOLDER}/jax")
+  return GkePlan(
     options=options,
     config=config,
     slice=piece,
-    name=options.workload or config.run.run_name,
     num_slices=num_slices,
-    pathways=pathways,
-    max_restarts=_max_restarts(options, config),
-    max_slice_restarts=retries if given is None else given,
-    grace_seconds=grace,
     save_seconds=save,
-    ramdisk_mebibytes=ramdisk,
-    words=(*options.config, *_added_keys(options, grace)),
+    grace_seconds=grace,
+    ramdisk_mebibytes=budget.ramdisk_mebibytes(config, hosts, copies) if local else 0,
+    words=tuple(words),
   )
-  require([*checks.problems(job), *contents.problems(job)])
-  return job
-
-
-def _max_restarts(options: argparse.Namespace, config: Config) -> int:
-  """Without checkpoints a restarted run would begin again; and xpk does not restart a job behind Pathways."""
-  if options.max_restarts is not None:
-    return options.max_restarts
-  without = options.target == "xpk" and config.cluster.enable_single_controller
-  return DEFAULT_RESTARTS if config.checkpoint.enable_checkpointing and not without else 0
-
-
-def _added_keys(options: argparse.Namespace, grace: int) -> list[str]:
-  """The keys that the manifest adds to the user's: what the program must know about the job around it."""
-  added = []
-  given = {argument.partition("=")[0] for argument in options.config}
-  if grace > budget.DEFAULT_GRACE_SECONDS and "autocheckpoint_grace_seconds" not in given:
-    added.append(f"autocheckpoint_grace_seconds={grace}")
-  if options.cache_volume:
-    added.append(f"jax_cache_dir={CACHE_FOLDER}/jax")
-  return added

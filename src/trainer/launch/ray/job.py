@@ -120,13 +120,13 @@ def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespa
   from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
   from ray.train.v2.jax import JaxTrainer
 
-  from trainer.launch.ray.workers import Program, SliceConfig
+  from trainer.launch.ray.workers import RayProgram, SliceConfig
 
   least, most = options.min_slices * lanes, options.max_slices * lanes
   resources = {"GPU": options.gpus_per_slice, "CPU": 1} if options.gpus_per_slice else {"CPU": 1}
   tpu = options.topology is not None
   return JaxTrainer(
-    Program(tuple(arguments), os.getcwd(), config.run_directory, supervisor),
+    RayProgram(tuple(arguments), os.getcwd(), config.run_directory, supervisor),
     jax_config=SliceConfig(supervisor, options.replace_lost, config.checkpoint.autocheckpoint_grace_seconds),
     scaling_config=ScalingConfig(
       # A group that replaces lost workers has a fixed size: Ray would restart all of them to change it.

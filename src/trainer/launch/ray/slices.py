@@ -16,7 +16,7 @@ Environment = Mapping[str, str | None]  # None: the variable is removed
 
 
 @dataclass(frozen=True)
-class Worker:
+class RayWorker:
   """One worker process of Ray Train."""
 
   rank: int
@@ -34,7 +34,7 @@ class Seat:
   lane: int
 
 
-def seats(workers: Sequence[Worker], lanes: int) -> dict[int, Seat]:
+def seats(workers: Sequence[RayWorker], lanes: int) -> dict[int, Seat]:
   """{rank: its seat}. lanes: workers of a slice. Raises ValueError if Ray has not started whole slices."""
   if lanes == 1:
     return {worker.rank: Seat(worker.rank, 0) for worker in workers}

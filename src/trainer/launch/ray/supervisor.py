@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainer.launch.ray import slices
-from trainer.launch.ray.slices import Environment, Seat, Worker
+from trainer.launch.ray.slices import Environment, RayWorker, Seat
 from trainer.process import open_files
 from worlds import addresses
 from worlds.membership.coordinator import Coordinator
@@ -28,7 +28,7 @@ class RunSupervisor:
   """
 
   def __init__(
-    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[Worker], None]
+    self, rules: RunRules, *, host: str, lanes: int, tpu: bool, attempts: int, kill: Callable[[RayWorker], None]
   ) -> None:
     """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
     the run gives up. kill: ends a worker's process, and returns at once."""
@@ -41,7 +41,7 @@ class RunSupervisor:
     self._server: Server | None = None
     self._token = b""
     self._seats: dict[int, Seat] = {}
-    self._workers: dict[int, Worker] = {}
+    self._workers: dict[int, RayWorker] = {}
     self._stopping = False  # the run must end, and not begin again
     self._leaving = False  # this group ends, and Ray starts another one
     self._code: int | None = None  # of the run, once it is over
@@ -50,7 +50,7 @@ class RunSupervisor:
 
   # ---- what Ray has started ----
 
-  def begin(self, workers: Sequence[Worker]) -> dict[int, Environment]:
+  def begin(self, workers: Sequence[RayWorker]) -> dict[int, Environment]:
     """A group of workers has started, and the group before it is gone. Returns {rank: its environment}."""
     with self._lock:
       progress = self._server is not None and bool(self._server.coordinator.committed)
@@ -75,14 +75,12 @@ class RunSupervisor:
       log(f"Ray has started {len(workers)} workers: {len(workers) // self._lanes} slices.")
       return {rank: self._environment(rank) for rank in self._workers}
 
-  def replace(self, worker: Worker) -> Environment:
+  def replace(self, worker: RayWorker) -> Environment:
     """Ray has started this worker in the place of one of the same rank, which is gone. Returns its environment."""
     with self._lock:
       assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"
       member = self._seats[worker.rank].member
-      self._server.lost(member, "its worker was replaced")
-      if member not in self._counted:  # a crash, or a lost host
-        self._judge(self._server, worker.rank, None)
+      self._lost(self._server, worker.rank, None, "was replaced by Ray")  # a crash, or a lost host
       self._counted.discard(member)
       self._workers[worker.rank] = worker
       log(f"Ray has started the worker of member {member} again.")
@@ -123,23 +121,22 @@ class RunSupervisor:
       server, member = self._server, self._seats[rank].member
       assert server is not None
       run = server.coordinator
-      server.lost(member, f"ended with exit code {code}")
-      if run.code is None and not run.stopping and not self._leaving:
-        self._judge(server, rank, code)
-      if run.code is None and not self._leaving and not run.stopping:
+      self._lost(server, rank, code, f"ended with exit code {code}")
+      if run.code is None and not run.stopping:
         for other, seat in self._seats.items():
           if seat.member == member and other != rank:
             self._kill(self._workers[other])  # a slice is lost as a whole
         return None
       return code if run.code is None else run.code
 
-  def _judge(self, server: Server, rank: int, code: int | None) -> None:
-    """The worker's member has ended with `code`; None: unknown. Ends the run if all members would fail again."""
+  def _lost(self, server: Server, rank: int, code: int | None, reason: str) -> None:
+    """The worker's member has ended with `code`; None: unknown. A slice of several workers ends once."""
     member, host = self._seats[rank].member, self._workers[rank].host
-    if member not in self._counted:  # a slice of several workers ends once
+    if member in self._counted:
+      server.lost(member, reason)
+    elif (seconds := server.ended(member, code, host, reason)) is not None:
       self._counted.add(member)
-      reason = "its worker was replaced" if code is None else f"ended with exit code {code}"
-      self._starts[member] = host, time.monotonic() + server.failed(member, code, host, reason)
+      self._starts[member] = host, time.monotonic() + seconds
 
   def leave(self, seconds: float) -> None:
     """Ray is about to end this group: its members save the state and end. Returns when they have, or after `seconds`.

@@ -18,7 +18,7 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainer.cluster import change_environment
-from trainer.launch.ray.slices import Worker
+from trainer.launch.ray.slices import RayWorker
 from trainer.launch.ray.supervisor import RunSupervisor
 from trainer.observe import screen
 from worlds.addresses import free_port
@@ -66,7 +66,7 @@ class _SliceBackend(Backend):
     supervisor, found = backend_config.supervisor, worker_group.get_workers()
     names = {node["NodeID"]: node.get("Labels", {}).get(_SLICE_NAME, "") for node in ray.nodes()}
     workers = [
-      Worker(
+      RayWorker(
         rank=one.distributed_context.world_rank,
         host=one.metadata.node_ip,
         port=port,
@@ -99,7 +99,7 @@ class _ReplacingBackend(_SliceBackend):
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class RayProgram:
   """The program that every worker runs. All fields can be sent to it."""
 
   arguments: tuple[str, ...]  # of `python -m trainer`

@@ -19,7 +19,7 @@ from input_pipeline.workers import WorkerLost
 from trainer.config.errors import ConfigError
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize.output import Output, Part
-from trainer.tools.tokenize.part import Job
+from trainer.tools.tokenize.part import TokenizeJob
 from trainer.tools.tokenize.run import WriteParts, Written
 
 _CONNECT_SECONDS = 10.0  # for a connection
@@ -76,7 +76,9 @@ def _connect(ray: Any, address: str) -> None:
     raise error
 
 
-def _write_parts(ray: Any, job: Job, folder: Output, left: Sequence[Part], report: Callable[[int], None]) -> Written:
+def _write_parts(
+  ray: Any, job: TokenizeJob, folder: Output, left: Sequence[Part], report: Callable[[int], None]
+) -> Written:
   """Implements `WriteParts`."""
   task = ray.remote(_part).options(num_cpus=1, max_retries=_TRIES - 1)
   shared = ray.put(job)
@@ -102,7 +104,9 @@ def _last_line(error: Exception) -> str:
   return str(error).strip().rpartition("\n")[2].rstrip(".")
 
 
-def _part(job: Job, split: str, pieces: Sequence[Piece], name: str) -> tuple[dict[str, Any] | ConfigError, bytes]:
+def _part(
+  job: TokenizeJob, split: str, pieces: Sequence[Piece], name: str
+) -> tuple[dict[str, Any] | ConfigError, bytes]:
   """A task: (counts, the file) of a part, or what is wrong with the input."""
   with tempfile.TemporaryDirectory() as temporary:
     path = Path(temporary) / name

@@ -23,7 +23,7 @@ _OPTIONS = "group_size:1,zstd:1"  # of ArrayRecord: every record can be read alo
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TokenizeJob:
   """What is the same for all parts. Can be pickled."""
 
   splits: Mapping[str, Documents]
@@ -62,7 +62,9 @@ class Job:
     }
 
 
-def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]) -> dict[str, Any]:
+def write(
+  job: TokenizeJob, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]
+) -> dict[str, Any]:
   """Writes the records of `pieces` to `path`, whole or not at all. Returns its counts, hashes and bad records as JSON.
 
   report: called with the number of tokens that have been added. Raises ConfigError if a document is wrong, OSError if
@@ -104,7 +106,7 @@ def write(job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Cal
 
 
 def write_in_worker(
-  job: Job, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]
+  job: TokenizeJob, split: str, pieces: Sequence[Piece], path: Path, report: Callable[[int], None]
 ) -> dict[str, Any]:
   """`write` in one of many processes. Raises ConfigError also if the file cannot be written."""
   os.putenv("TOKENIZERS_PARALLELISM", "false")  # this process is one of as many as the user wants cores used
@@ -126,7 +128,7 @@ def _counted(
     report(tokens)
 
 
-def _records(job: Job, groups: Iterable[Sequence[np.ndarray]], counts: dict[str, int]) -> Iterator[bytes]:
+def _records(job: TokenizeJob, groups: Iterable[Sequence[np.ndarray]], counts: dict[str, int]) -> Iterator[bytes]:
   """Yields the records, and counts them and the targets that a loss would count."""
   if job.records == "windows":
     for window in prepare.packed(job.packing, job.tokenizer)(groups, job.length):

@@ -13,7 +13,7 @@ from trainer.tools.tokenize.output import Part
 _LINE_SECONDS = 10
 
 
-class Progress:
+class TokenProgress:
   """Shows tokens, tokens per second, and the share of the input that is complete."""
 
   def __init__(self, size: int) -> None:

@@ -21,12 +21,12 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize.output import Output, Part
-from trainer.tools.tokenize.part import Job
-from trainer.tools.tokenize.progress import Progress
+from trainer.tools.tokenize.part import TokenizeJob
+from trainer.tools.tokenize.progress import TokenProgress
 
 Written = Generator[tuple[Part, dict[str, Any]], None, None]
 """Parts and their counts, each when its file is complete."""
-WriteParts = Callable[[Job, Output, Sequence[Part], Callable[[int], None]], Written]
+WriteParts = Callable[[TokenizeJob, Output, Sequence[Part], Callable[[int], None]], Written]
 """Writes parts. The function gets the number of tokens that have been added, in any thread."""
 
 _PREVIEWED = 20_000  # characters that are tokenised at a time
@@ -54,7 +54,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, fast: bool, 
     for split, documents in splits.items()
     for number, pieces in enumerate(cut(documents, part_bytes))
   ]
-  job = Job(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
+  job = TokenizeJob(splits, tokenizer, vocab_size, data.max_target_length, data.packing, records, data.max_bad_records)
   for line in [] if isinstance(tokenizer, ChatTokenizer) else describe.documents(job.description()):
     print(line, flush=True)
   folder = Output(Path(os.path.abspath(os.path.expanduser(output))), parts)
@@ -102,7 +102,7 @@ def _opened(config: Config) -> tuple[dict[str, Documents], dict[str, str], Token
 
 
 def in_processes(
-  processes: int, job: Job, folder: Output, left: Sequence[Part], report: Callable[[int], None]
+  processes: int, job: TokenizeJob, folder: Output, left: Sequence[Part], report: Callable[[int], None]
 ) -> Written:
   """Implements `WriteParts` with so many processes."""
   with Workers(min(processes, len(left))) as workers:
@@ -114,8 +114,8 @@ def in_processes(
     yield from workers.each(write, left)
 
 
-def _write(job: Job, folder: Output, left: Sequence[Part], write_parts: WriteParts) -> None:
-  progress = Progress(sum(part.size for part in left))
+def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], write_parts: WriteParts) -> None:
+  progress = TokenProgress(sum(part.size for part in left))
   written = write_parts(job, folder, left, progress.add_tokens)
   with progress, contextlib.closing(written):
     for part, counts in written:
@@ -144,7 +144,7 @@ def cut(documents: Documents, part_bytes: int) -> Iterator[list[Piece]]:
     yield part
 
 
-def _keys(folder: Path, job: Job, splits: dict[str, Documents]) -> list[str]:
+def _keys(folder: Path, job: TokenizeJob, splits: dict[str, Documents]) -> list[str]:
   """The keys of a run that trains on the output."""
   keys = [f"dataset_type=grain grain_file_type={job.file_type} grain_train_files={folder / 'train'}"]
   keys += [f"grain_eval_files={folder / 'eval'}"] if "eval" in splits else []

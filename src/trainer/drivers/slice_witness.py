@@ -1,0 +1,123 @@
+"""The witness where one controller drives all slices.
+
+The step is one program on all slices, which does not show what each of them adds to its sums. So slices that are drawn
+compute one micro-batch of the step by a program of their own, from their own copies of the weights, before the step.
+The bits of the state are compared too, of all slices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import jax
+from jax import Device
+
+from trainer.cluster import View
+from trainer.config.schema import Config
+from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.events import SliceWrong
+from trainer.elastic.hang import HangGuard
+from trainer.parallel.mesh import DATA
+from trainer.program import program
+from trainer.program.checks import Checks
+from trainer.program.program import Feed, Program
+from trainer.program.share_sums import ShareSums
+from trainer.program.state import TrainState
+from trainer.run.session import Session
+from worlds.exchange import Part
+from worlds.membership.witness import Sums, Witness, alarm_line, draw
+
+
+class SliceWitness:
+  """Compares the slices of one view."""
+
+  def __init__(
+    self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program, guard: HangGuard
+  ) -> None:
+    """full: the program of the view. guard: waits for its slices."""
+    self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
+    self._guard = guard
+    self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
+
+  def before_step(self, state: TrainState, n: int) -> TrainState:
+    """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
+    SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
+    period, faults = self._config.elastic.witness_period, self._elastic.faults
+    for slice_id, devices in zip(self._view.slices, self._view.devices):
+      params = faults.flips("flip_weight", slice_id, devices)(state.params)
+      opt_state = faults.flips("flip_optimizer", slice_id, devices)(state.opt_state)
+      state = dataclasses.replace(state, params=params, opt_state=opt_state)
+    if period and n % period == 0 and self._view.num_alive > 1:
+      with self._session.watchdog.during("witness"):
+        self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
+    return state
+
+  def _compare(self, state: TrainState, n: int) -> None:
+    alive = self._view.slices
+    states = dict(zip(alive, _by_slice(state, self._view.devices)))
+    shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps
+    dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive) if index < shares}
+    drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt, {})
+    self._agree(f"the state before step {n}", alive, lambda slice_id: self._state(slice_id, states[slice_id]))
+    flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id) for slice_id in alive}
+
+    def sums(slice_id: int) -> Sums:
+      feed, share_sums, checks = self._of(slice_id)
+      scalars, parts = share_sums(states[slice_id].params, feed.share(n - 1, drawn.share))
+      trees = flips[slice_id]([part.tree for part in parts])
+      return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
+
+    self._agree(f"step {n}", drawn.members, sums)
+
+  def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
+    """The programs of one slice. Its share is one micro-batch."""
+    compiled = self._session.programs.checks
+    if slice_id not in compiled:
+      config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
+      devices = self._session.cluster.slices[slice_id]
+      own = program.build(config, (devices,), 1, self._full.own)
+      sums = own.compile_share(adds=False)
+      compiled[slice_id] = own, sums, own.compile_checks(sums)
+    own, sums, checks = compiled[slice_id]
+    return Feed(self._session.data.train, own), sums, checks
+
+  def _state(self, slice_id: int, state: TrainState) -> Sums:
+    _, _, checks = self._of(slice_id)
+    return checks.read_state(checks.of_state(state))
+
+  def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
+    """Compares what the slices `members` compute, and others if they differ."""
+    witness, wanted, alive = Witness(), members, self._view.slices
+    while True:
+      for slice_id in wanted:
+        witness.computed(slice_id, compute(slice_id))
+      found = witness.verdict(0, alive)
+      if found.kind == "equal":
+        self._agreed |= dict.fromkeys(members, what)
+        return
+      if found.kind not in ("ask", "again"):
+        break
+      wanted = found.members
+      if found.kind == "again":
+        witness.begin_epoch(alive)
+    devices = dict(zip(alive, self._view.devices))
+    where = {str(slice_id): ", ".join(map(str, devices[slice_id])) for slice_id in found.members}
+    fields = {"outcome": found.kind, "round": what, "members": list(found.members), "arrays": dict(found.arrays)}
+    agreed = {str(slice_id): self._agreed[slice_id] for slice_id in found.members if slice_id in self._agreed}
+    record = self._session.events.emit("witness", where=where, agreed=agreed, **fields)
+    self._session.log.line(alarm_line(record))
+    if found.kind == "removed":
+      self._session.cluster.bar(found.members)
+    if found.kind != "transient":
+      raise SliceWrong(alarm_line(record), found.members if found.kind == "removed" else ())
+
+
+def _by_slice(state: TrainState, devices: Sequence[Sequence[Device]]) -> list[TrainState]:
+  """The copy of the state of each slice: arrays that share their memory with those of `state`."""
+  from pathwaysutils.experimental.split_by_mesh_axis import split_by_mesh_axis  # imports Orbax, which takes long
+
+  leaves, structure = jax.tree.flatten(state)
+  parts = {frozenset(part[0].sharding.device_set): part for part in split_by_mesh_axis(leaves, DATA, len(devices))}
+  return [jax.tree.unflatten(structure, parts[frozenset(of_slice)]) for of_slice in devices]

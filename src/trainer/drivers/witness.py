@@ -1,0 +1,61 @@
+"""The share of a step that several members compute, as one member does: see `worlds.membership.witness`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer.drivers.rounds import Own, Share
+from trainer.program.checks import Checks, Digests
+from worlds.membership.witness import Drawn, draw
+from worlds.peers import Peers
+
+
+class ComparedShare:
+  """The share of one step that is compared. Implements rounds.Compared."""
+
+  def __init__(self, peers: Peers, checks: Checks, seed: int, check: int, compute: Callable[[Share], Own]) -> None:
+    """check: number of this comparison in the run. compute: see `Rounds.agree`."""
+    self._peers, self._checks, self._seed, self._check, self._compute = peers, checks, seed, check, compute
+    self._digests: Digests | None = None  # of the share, if this member has computed it
+    self._since = 0  # see the message `check`
+
+  def compute(self, share: Share) -> Own:
+    """The sums of a share of this member. Keeps their digests if the share is compared."""
+    own = self._compute(share)
+    if share == self._drawn().share:
+      self._digests = self._checks.of_share(own.scalars, own.parts)
+    return own
+
+  def begins_again(self) -> bool:
+    """Whether this member must compute all its shares again in this epoch."""
+    since = self._told("since", 0)
+    again, self._since = since > self._since, max(since, self._since)
+    if again:
+      self._digests = None
+    return again
+
+  def join_in(self) -> None:
+    """Computes the share if another member has it, and this one is drawn or asked."""
+    asked = self._told("asked", []) or self._drawn().members
+    if self._digests is None and self._peers.member in asked:
+      self.compute(self._drawn().share)
+
+  def report(self, round_name: str) -> None:
+    """Tells the supervisor the sums of the share, if this member has computed it."""
+    if self._digests is not None:
+      sums = self._checks.read_share(self._digests)
+      self._peers.membership.send("witness", epoch=self._peers.epoch, round=round_name, sums=sums)
+
+  def record(self) -> dict[str, Any]:
+    """Which share was compared, and by whom, for the receipt."""
+    drawn = self._drawn()
+    return {"share": drawn.share, "members": list(self._told("asked", []) or drawn.members)}
+
+  def _told(self, name: str, default: Any) -> Any:
+    """A field of the message `check` of this epoch."""
+    return self._peers.check[name] if self._peers.check.get("epoch") == self._peers.epoch else default
+
+  def _drawn(self) -> Drawn:
+    unlike = {int(member): kind for member, kind in self._told("unlike", {}).items()}
+    return draw(self._seed, self._check, self._peers.dealt, unlike)

@@ -1,0 +1,275 @@
+"""receipt.jsonl: what each committed step of a run computed, in lines that are chained by hash (docs/trust.md).
+
+A line is JSON with sorted keys and without spaces; numbers of the computation are the bits of a float32, as hex. `prev`
+is the hash of the line before it. Last comes `hash`, the SHA-256 of the object before `hash` was added, and `signature`
+if there is a key. A line with `step` is of a committed step. A line with `after` says which process writes the lines
+that follow it, and with which configuration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import re
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.errors import ConfigError, how_to_install
+from trainer.config.schema import Config
+from trainer.observe import environment, files
+from trainer.observe.metrics import read_metrics
+from trainer.run.plugins import Opened, Plugin
+from trainer.run.run_data import RunData
+
+FILE = "receipt.jsonl"
+NUMBERS = ("loss", "grad_norm", "weights")  # of the record of a step: in a line `weights` is `tokens`
+_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
+_HASH = ',"hash":"'  # begins what follows the fields of a line
+_PLACE = re.compile(rb'"(after|step)":(\d+)[,}]')
+_TAIL = 1 << 21  # bytes that hold the last line: one with a state has 80 bytes for each array
+Sign = Callable[[bytes], bytes]
+Line = dict[str, Any]
+
+
+def sealed(fields: Line, prev: str, sign: Sign | None = None) -> tuple[str, str]:
+  """(the line of `fields` after the line with the hash `prev`, its hash)."""
+  body = _ENCODER.encode({**fields, "prev": prev})
+  digest = hashlib.sha256(body.encode()).digest()
+  return f"{body[:-1]}{_tail(digest.hex(), sign(digest).hex() if sign else '')}", digest.hex()
+
+
+def _tail(stated: str, signature: str) -> str:
+  """The end of a line, after its other fields."""
+  return f'{_HASH}{stated}"' + (f',"signature":"{signature}"}}' if signature else "}")
+
+
+def bits(number: float) -> str:
+  """The bits of a number of the computation, which is a float32; "nan" if it is not a number."""
+  try:
+    return "nan" if math.isnan(number) else struct.pack(">f", number).hex()
+  except OverflowError:  # of a record that another program has changed
+    return "nan"
+
+
+def numbers(record: Line) -> dict[str, str]:
+  """The fields of a line that the record of a step in metrics.jsonl has too."""
+  found = {name: bits(float(record[name])) for name in NUMBERS if record.get(name) is not None}
+  return {"tokens" if name == "weights" else name: value for name, value in found.items()}
+
+
+def check(lines: Iterable[bytes], public_key: Any = None) -> tuple[list[Line], list[str]]:
+  """(the lines up to the first wrong one, what is wrong). public_key: must have signed all lines, if it is not None."""
+  good: list[Line] = []
+  prev, step = "", -1
+  for number, raw in enumerate(lines, 1):
+    if wrong := _wrong(raw, prev, step, public_key):
+      return good, [f"{FILE}, line {number}: {wrong}"]
+    line = json.loads(raw)
+    good.append(line)
+    prev, step = line["hash"], line.get("step", line.get("after"))
+  return good, []
+
+
+def _wrong(raw: bytes, prev: str, step: int, public_key: Any) -> str:
+  """Why this is not the line that follows the one with the hash `prev` and the step `step`; "": it is. -1: no line."""
+  try:
+    line = json.loads(raw)
+    stated, signature = line["hash"], line.get("signature", "")
+    place = line.get("step", line.get("after"))
+    body = raw.rpartition(_HASH.encode())[0]
+    is_whole = body + _tail(stated, signature).encode() + b"\n" == raw and isinstance(place, int)
+    if not is_whole or hashlib.sha256(body + b"}").hexdigest() != stated:
+      return "it was changed: its hash is another one"
+    before = line["prev"]
+  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    return "it is damaged"
+  if before != prev:
+    return "it does not follow the line before it: lines were removed, added or moved"
+  if step == -1 and "after" not in line:
+    return "the first line does not say which run this is"
+  if place != step + ("step" in line) and step != -1:
+    return f"it is of step {place} and follows step {step}"
+  if public_key is not None and not _signed(public_key, signature, stated):
+    return "it is not signed with this key"
+  return ""
+
+
+def _signed(public_key: Any, signature: str, stated: str) -> bool:
+  from cryptography.exceptions import InvalidSignature
+
+  try:
+    public_key.verify(bytes.fromhex(signature), bytes.fromhex(stated))
+  except (InvalidSignature, ValueError):
+    return False
+  return True
+
+
+def private_key(path: str) -> Any:
+  """The ed25519 key in a PEM file. Raises ConfigError."""
+  from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+  command = "genpkey -algorithm ed25519 -out FILE"
+  return _key(path, lambda data: load_pem_private_key(data, None), f"receipt_key_path={path}", command)
+
+
+def public_key(given: str) -> Any:
+  """The ed25519 key in a PEM file, or of 64 hex digits. Raises ConfigError."""
+  try:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+  except ImportError as error:
+    raise ConfigError(f"The key {given}: needs the package cryptography.\n{how_to_install('receipt')}.") from error
+  if re.fullmatch("[0-9a-f]{64}", given):
+    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(given))
+  return _key(given, load_pem_public_key, f"--public-key {given}", "pkey -in PRIVATE -pubout -out FILE")
+
+
+def _key(path: str, read: Callable[[bytes], Any], name: str, command: str) -> Any:
+  try:
+    key = read(Path(path).expanduser().read_bytes())
+  except (OSError, ValueError, TypeError) as error:
+    raise ConfigError(f"{name}: cannot be read: {error}.\nMake one with `openssl {command}`.") from error
+  if "Ed25519" not in type(key).__name__:
+    raise ConfigError(f"{name}: is no ed25519 key.\nMake one with `openssl {command}`.")
+  return key
+
+
+def raw_hex(key: Any) -> str:
+  """64 hex digits of a public key."""
+  return key.public_bytes_raw().hex()
+
+
+class Receipt(Plugin):
+  """receipt_state_period, receipt_key_path."""
+
+  def __init__(self, config: Config, data: RunData) -> None:
+    super().__init__(config, data)
+    path = config.observe.receipt_key_path
+    self._key = private_key(path) if path else None
+
+  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
+    super().open(run, stack)
+    if self.config.observe.receipt_state_period:
+      self.data.train.keep_digests(lambda: run.cluster.coordination.is_primary)
+
+  def recorders(self) -> Sequence[Writer]:
+    return [Writer(self.run, self._key)] if self.config.observe.receipt_state_period else ()
+
+
+class Writer:
+  """A Recorder that writes receipt.jsonl. A step that is done again removes its line and all that follow it."""
+
+  def __init__(self, run: Opened, key: Any) -> None:
+    self._run, self._key, self._directory = run, key, run.config.run_directory
+    self._lines: files.LineFile | None = None  # opened at the first step, when it is known where the lines go on
+    self._waiting: list[str] = []  # lines that a full disk has refused
+    self._step, self._hash = -1, ""  # of the last line
+    self._failing = False
+
+  def write(self, fields: dict[str, Any], line: str) -> None:
+    if "loss" not in fields:
+      return
+    step = int(fields["step"])
+    try:
+      if self._lines is None or step != self._step + 1:
+        self._go_on_at(step)
+      self._append(step, fields, fields["proof"] or {})
+    except OSError as error:
+      if not self._failing:
+        self._run.log.warning(f"{FILE} cannot be written: {error}. Training goes on, and each step tries again.")
+      self._failing = True
+
+  def _append(self, step: int, record: Line, more: Line) -> None:
+    self._put({"step": step, "examples": self._run.data.train.digest(step - 1), **numbers(record), **more})
+    self._step = step
+
+  def _put(self, fields: Line) -> None:
+    assert self._lines is not None
+    line, self._hash = sealed(fields, self._hash, self._key and self._key.sign)
+    self._waiting.append(line)
+    while self._waiting and self._lines.append(self._waiting[0]):
+      del self._waiting[0]
+
+  def _go_on_at(self, step: int) -> None:
+    """Makes `step` the next line: removes the lines from this step on, and adds lines that are missing before it."""
+    self.close(None)
+    self._waiting.clear()
+    files.cut_lines(self._directory, FILE, lambda line: _is_before(line, step))
+    last = list(files.read_last_json_lines(self._directory, FILE, _TAIL))
+    self._hash = last[-1].get("hash", "") if last else ""
+    places = (line.get("step", line.get("after")) for line in reversed(last))
+    self._step = next((place for place in places if isinstance(place, int)), step - 1)
+    self._lines = files.open_lines(self._directory, FILE)
+    self._put({"after": self._step, **head(self._run, self._key)})
+    if self._step + 1 < step:  # lost with the process, the disk or the object store that had them
+      missing = {record["step"]: record for record in read_metrics(self._directory) if "loss" in record}
+      for before in range(self._step + 1, step):
+        if before in missing:
+          self._append(before, missing[before], {"from": "metrics.jsonl"})
+
+  def flush(self, *, wait: bool) -> None:
+    if self._lines is not None:
+      self._lines.flush()
+
+  def close(self, exit_code: int | None) -> None:
+    if self._lines is not None:
+      self._lines.close()
+    self._lines = None
+
+  def join(self) -> None:
+    """Does nothing: `close` waits."""
+
+
+def _is_before(line: bytes, step: int) -> bool:
+  """Whether a line stays when `step` is done again. A damaged line stays, as evidence, unless it is a torn last one."""
+  found = _PLACE.search(line)
+  return line.endswith(b"\n") and (found is None or int(found[2]) + (found[1] == b"after") < step)
+
+
+def head(run: Opened, key: Any) -> Line:
+  """Which run this is, which process writes the lines, and what they were computed with."""
+  config = run.config
+  levels = ["signed"] if key else ["self-attested"]
+  levels += ["witnessed"] if config.flat().get("witness_period") else []
+  code = environment.describe()
+  return {
+    "run_id": run.run_id,
+    "level": levels,
+    **({"public_key": raw_hex(key.public_key())} if key else {}),
+    "config": config.flat(),
+    "data": run.data.identity,
+    "order": run.data.train.order,
+    "code": {"version": code["versions"]["trainer"], "git_commit": code["git_commit"]},
+    "versions": code["versions"],
+    "host": code["host"],
+    "process": run.events.process,
+    "devices": _devices(run),
+    "computes": "rows" if run.cluster.recovers_in_process else "shares",
+    "seeds": {"weights": config.run.init_weights_seed, "data": config.data.data_shuffle_seed},
+  }
+
+
+def _devices(run: Opened) -> Line:
+  cluster = run.cluster
+  device = next(iter(cluster.slices.values()))[0]
+  return {
+    "cluster": cluster.kind,
+    "slices": cluster.num_slices,
+    "devices_per_slice": cluster.devices_per_slice,
+    "platform": device.platform,
+    "kind": device.device_kind,
+  }
+
+
+def read(directory: str) -> Iterator[bytes]:
+  """The lines of a receipt, each with its newline, unless it is torn."""
+  if not files.is_object_store(directory):
+    with (Path(directory) / FILE).open("rb") as file:
+      yield from file
+    return
+  for line in files.read_lines(directory, FILE):
+    yield line.encode() + b"\n"

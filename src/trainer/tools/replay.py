@@ -1,0 +1,170 @@
+"""Computes steps of a run again, in a folder that is deleted afterwards, for `trainer.tools.verify`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+import trainer
+from trainer.checkpoint import checksums, run_id
+from trainer.checkpoint.step_folders import StepFolders
+from trainer.config.errors import ConfigError
+from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STATE, FREE
+from trainer.config.schema import Config
+from trainer.services import receipt
+from trainer.services.receipt import Line
+from trainer.world import SINGLE_WORLD
+
+_NOTHING_ELSE = (
+  "run_name=replay receipt_state_period=1 receipt_key_path= enable_checkpointing=true checkpoint_period=2000000000 "
+  "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 hf_export_period=0 enable_emergency_checkpoint=false "
+  "local_checkpoint_period=0 local_checkpoint_directory= allow_config_change= eval_steps=0 eval_interval=-1 "
+  "eval_tasks= eval_sets= target_eval_loss=0 witness_period=0 services= event_webhook_url= "
+  "enable_report=false enable_pathways_goodput=false profiler= sample_prompt= fault_injection="
+).split()
+_OF_WORLDS = "shares_per_slice=-1 exchange_network= exchange_streams=-1 elastic_slow_factor=0 cluster_standin=".split()
+_NUMERIC = (CHANGES_STATE | CHANGES_MODEL | CHANGES_DATA_ORDER | FREE) - {"dataset_cache_directory", "eval_sets"}
+
+
+@dataclass(frozen=True)
+class Replay:
+  """Steps that were computed again from the checkpoint of step `base`; 0: from the start of the run.
+
+  tolerance: of a loss whose bits are not promised. unlike: why no bits are promised here; "": they are wherever the
+  same slices compute the same rows.
+  """
+
+  base: int
+  lines: dict[int, Line]
+  tolerance: float
+  unlike: str
+
+  def is_exact(self, line: Line) -> bool:
+    """Whether the bits of the step of this line must be those of the run."""
+    return not self.unlike and ("weights" in line or line.get("computed") == self.lines[line["step"]].get("computed"))
+
+
+def interval(text: str, lines: Mapping[int, Line]) -> tuple[int, int]:
+  """FROM:TO as numbers. Raises ConfigError unless these steps are in the receipt."""
+  first, colon, last = text.partition(":")
+  if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+    raise ConfigError(f"--replay {text}: is not FROM:TO, the first and the last step.\nWrite --replay 101:200.")
+  if missing := [step for step in (int(first), int(last)) if step not in lines]:
+    raise ConfigError(
+      f"--replay {text}: the receipt has no step {missing[0]}, but {min(lines)} to {max(lines)}.\nChoose among them."
+    )
+  return int(first), int(last)
+
+
+def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequence[str]) -> Replay:
+  """Computes the steps from `first` to `last` again. keys: key=value that replace those of the run. Raises ConfigError
+  if a checkpoint is missing, the keys do not fit, or the program that computes fails."""
+  base = _base(run, first)
+  start = _start(lines, base, last)
+  with tempfile.TemporaryDirectory(prefix="replay-") as folder:
+    target = Path(folder) / "replay"
+    file, (program, changes) = Path(folder) / "config.yml", _plan(start, last, folder, keys)
+    known = {key: value for key, value in start["config"].items() if key in Config().flat()}
+    if dropped := sorted(start["config"].keys() - known.keys()):
+      print(f"Keys of another version are left out: {', '.join(dropped)}.")
+    file.write_text(yaml.safe_dump(known))
+    config = trainer.load(file, *changes)
+    if base:
+      _lend(f"{run}/checkpoints/{base}", target / "checkpoints" / str(base))
+    print(f"Computing steps {base + 1} to {last} again ...", flush=True)
+    _run([sys.executable, "-m", *program, str(file), *changes], Path(folder) / "log")
+    found, wrong = receipt.check(receipt.read(str(target)))
+    assert not wrong, wrong
+  tolerance = 1e-5 if config.model.dtype == "float32" else 1e-3
+  computed = {line["step"]: line for line in found if "step" in line}
+  return Replay(base, computed, tolerance, _unlike(start, found[0]))
+
+
+def _base(run: str, first: int) -> int:
+  steps = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None).steps()
+  before = [step for step in steps if step < first]
+  if not before and first > 1:
+    raise ConfigError(
+      f"--replay {first}:...: needs a committed checkpoint of step {first - 1} or before, and {run} has "
+      f"{steps or 'none'}.\nBegin after one of them, or with step 1, which needs none."
+    )
+  return max(before, default=0)
+
+
+def _start(lines: Sequence[Line], base: int, last: int) -> Line:
+  """The line about the process that computed the step after `base`. Raises ConfigError if keys changed meanwhile."""
+  starts = [line for line in lines if "after" in line and line["after"] < last]
+  first = [line for line in starts if line["after"] <= base][-1:] or starts[:1]
+  for line in starts:
+    if line["after"] > base:
+      changed = sorted(key for key in _NUMERIC if line["config"].get(key) != first[0]["config"].get(key))
+      if changed:
+        raise ConfigError(
+          f"--replay ...:{last}: {', '.join(changed)} changed after step {line['after']}.\nReplay the steps up to "
+          f"{line['after']} and those after it one after the other."
+        )
+  return first[0]
+
+
+def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[list[str], list[str]]:
+  """(the program with its options, key=value) that compute only these steps, with the same batches."""
+  config, devices = start["config"], start["devices"]
+  given = {name: value for name, _, value in (key.partition("=") for key in keys)}
+  schedule = config["learning_rate_schedule_steps"]
+  changes = {name: value for name, _, value in (key.partition("=") for key in _NOTHING_ELSE)}
+  changes |= {"base_output_directory": folder, "steps": str(last)}
+  changes["learning_rate_schedule_steps"] = str(config["steps"] if schedule == -1 else schedule)
+  if start["computes"] == "shares" and given.get("cluster", "multiprocess") == "multiprocess":
+    changes |= {"elastic_enabled": "true", "elastic_min_slice_count": "1"}
+    own = str(devices["slices"])
+    program = ["trainer.launch.local", "--slices", own, "--local-slices", given.pop("num_slices", own)]
+    return program, [f"{name}={value}" for name, value in (changes | given).items()]
+  if devices["platform"] == "cpu" and not config["cluster_standin"]:
+    changes |= {"num_slices": str(devices["slices"]), "devices_per_slice": str(devices["devices_per_slice"])}
+  if start["computes"] == "shares" or "cluster" in given:
+    changes |= {name: value for name, _, value in (key.partition("=") for key in _OF_WORLDS)}
+  number = lambda name, of: int(given.get(name) or devices[of])
+  before, now = devices["slices"] * devices["devices_per_slice"], number("num_slices", "slices")
+  now *= number("devices_per_slice", "devices_per_slice")
+  if now != before:  # the global batch never changes
+    changes |= {"per_device_batch_size": f"{config['per_device_batch_size'] * before / now:.17g}"}
+    changes |= {"elastic_min_slice_count": "-1"}
+  return ["trainer"], [f"{name}={value}" for name, value in (changes | given).items()]
+
+
+def _lend(source: str, target: Path) -> None:
+  """Makes a checkpoint of the run one of the replay, which only reads it."""
+  target.parent.mkdir(parents=True)
+  if "://" not in source:
+    target.symlink_to(os.path.abspath(source))
+    return
+  folder = run_id.folder(source)
+  for name in checksums.walk(folder):
+    (target / name).parent.mkdir(parents=True, exist_ok=True)
+    (target / name).write_bytes((folder / name).read_bytes())
+
+
+def _run(command: Sequence[str], log: Path) -> None:
+  with log.open("wb") as output:
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False)
+  if done.returncode:
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
+    raise ConfigError(f"{tail}\nThe replay has ended with exit code {done.returncode}; its last lines are above.")
+
+
+def _unlike(start: Line, here: Line) -> str:
+  """What is different on this machine, so that the bits may be others."""
+  names = ["platform", "kind", "devices_per_slice", *(["slices"] if start["computes"] == "rows" else [])]
+  ours, theirs = ({name: line["devices"][name] for name in names} for line in (here, start))
+  ours["sums"], theirs["sums"] = here["computes"], start["computes"]
+  packages = ("jax", "jaxlib", "libtpu")
+  ours |= {name: here["versions"].get(name) for name in packages}
+  theirs |= {name: start["versions"].get(name) for name in packages}
+  return ", ".join(f"{name} {theirs[name]} and now {ours[name]}" for name in ours if ours[name] != theirs[name])

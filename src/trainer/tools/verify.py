@@ -1,0 +1,284 @@
+"""`python -m trainer.tools.verify RUN_DIR`: checks what a run computed, with the receipt that it has written.
+
+The receipt (receipt.jsonl) is checked line by line, and the checkpoints and metrics.jsonl are compared with it: this
+needs no device. --replay computes steps again, on this machine or on other slices (key=value). --against finds the
+first step at which two runs differ. docs/trust.md says what this proves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.step_folders import StepFolders
+from trainer.config.errors import ConfigError
+from trainer.observe.metrics import METRICS_FILE, read_metrics
+from trainer.services import receipt
+from trainer.services.receipt import Line
+from trainer.tools import compare_checkpoints, replay
+from trainer.tools.ends import exit_code
+from trainer.tools.replay import Replay
+from trainer.world import SINGLE_WORLD
+
+_SHOWN = 5  # differences of one kind that are printed
+_COMPARED = ("examples", "loss", "grad_norm", "tokens", "weights")  # bits of a step, in the order of their cause
+
+
+@dataclass(frozen=True)
+class Receipt:
+  """The receipt of a run. lines: up to the first wrong one. steps: its lines about steps."""
+
+  directory: str
+  lines: list[Line]
+  wrong: list[str]
+  steps: dict[int, Line]
+
+
+def main(argv: list[str] | None = None) -> int:
+  """Returns the exit code: 0 if all is equal, 1 if something differs, or 2 with a message on stderr for wrong input."""
+  parser = argparse.ArgumentParser(
+    prog="python -m trainer.tools.verify",
+    description=f"{__doc__.split(': ', 1)[1]}\nExit code 0: all is equal; 1: something differs; 2: wrong input.",
+    formatter_class=argparse.RawDescriptionHelpFormatter,
+  )
+  parser.add_argument("run_directory", metavar="RUN_DIR", help="{base_output_directory}/{run_name}")
+  parser.add_argument("keys", nargs="*", metavar="key=value", help="of the replay, such as num_slices=1")
+  parser.add_argument(
+    "--public-key", metavar="KEY", help="all lines must be signed with it: a PEM file or 64 hex digits"
+  )
+  parser.add_argument("--replay", metavar="FROM:TO", help="compute these steps again, from the checkpoint before them")
+  parser.add_argument("--against", metavar="OTHER_RUN", help="find the first step at which the two runs differ")
+  options = parser.parse_intermixed_args(argv)
+  return exit_code(lambda: _verify(options), CheckpointError, OSError)
+
+
+def _verify(options: argparse.Namespace) -> int:
+  if options.keys and not options.replay:
+    raise ConfigError(f"{options.keys[0]}: keys belong to a replay.\nAdd --replay FROM:TO.")
+  found = load(options.run_directory, options.public_key)
+  problems = found.wrong
+  print(_summary(found))
+  if not problems and options.against:
+    problems = against(found, load(options.against), options.replay, options.keys)
+  elif not problems:
+    first_last = replay.interval(options.replay, found.steps) if options.replay else None
+    for part in (_metrics(found), _checkpoints(found)):
+      problems += _some(list(part))
+    if first_last and not problems:
+      again = replay.replay(found.directory, found.lines, *first_last, options.keys)
+      problems = replayed(found.steps, again)
+  for problem in problems:
+    print(problem)
+  return 1 if problems else 0
+
+
+def load(directory: str, key: str | None = None) -> Receipt:
+  """The receipt of a run. key: that must have signed it. Raises ConfigError if there is none."""
+  directory = os.path.expanduser(directory).rstrip("/")
+  public = receipt.public_key(key) if key else None
+  try:
+    raw = list(receipt.read(directory))
+  except FileNotFoundError:
+    raw = []
+  if not raw:
+    raise ConfigError(
+      f"{directory}: has no {receipt.FILE}. Runs write it unless receipt_state_period=0.\nGive the folder of a run: "
+      "base_output_directory/run_name."
+    )
+  if not raw[-1].endswith(b"\n") and len(raw) > 1:
+    print(f"The last line of {receipt.FILE} is cut. The next start of the run removes it.")
+    del raw[-1]
+  lines, wrong = receipt.check(raw, public)
+  if public is None and lines and "public_key" in lines[0]:
+    lines, wrong = receipt.check(raw, receipt.public_key(lines[0]["public_key"]))
+  return Receipt(directory, lines, wrong, {line["step"]: line for line in lines if "step" in line})
+
+
+def _summary(found: Receipt) -> str:
+  if not found.lines:
+    return f"{found.directory}: the receipt has no sound line."
+  first, last = min(found.steps, default=0), max(found.steps, default=0)
+  level = ", ".join(found.lines[0].get("level", ["?"]))
+  key = found.lines[0].get("public_key")
+  starts = sum("after" in line for line in found.lines)
+  return (
+    f"{found.directory}: steps {first} to {last}, written by {starts} starts of processes; {level}"
+    + (f" with the key {key}" if key else "")
+    + ("" if found.wrong else "; every line follows the line before it.")
+  )
+
+
+def _some(problems: list[str]) -> list[str]:
+  more = len(problems) - _SHOWN
+  return problems[:_SHOWN] + ([f"... and {more} more"] if more > 0 else [])
+
+
+def _metrics(found: Receipt) -> Iterator[str]:
+  """What metrics.jsonl has otherwise."""
+  recorded = {int(record["step"]): record for record in read_metrics(found.directory) if "loss" in record}
+  if not recorded:
+    print(f"{METRICS_FILE}: not there, not compared.")
+    return
+  last = max(found.steps, default=0)
+  for step, line in found.steps.items():
+    if step not in recorded:
+      if step != last:  # a kill may come between the two files
+        yield f"step {step}: is not in {METRICS_FILE}"
+      continue
+    for name, value in receipt.numbers(recorded[step]).items():
+      if line.get(name) != value:
+        yield f"step {step}: {name} {_number(value)} in {METRICS_FILE}, {_number(line.get(name))} in the receipt"
+  for step in recorded:
+    if step > found.lines[0]["after"] and step not in found.steps:
+      yield f"step {step}: is in {METRICS_FILE}, not in the receipt"
+  print(f"{METRICS_FILE}: {len(recorded)} steps compared.")
+
+
+def _checkpoints(found: Receipt) -> Iterator[str]:
+  """Checkpoints that are damaged, or that are not what the receipt says."""
+  folders = StepFolders(f"{found.directory}/checkpoints", SINGLE_WORLD, lambda line: None)
+  for step in folders.steps():
+    try:
+      meta = folders.verify(step)
+      entries = compare_checkpoints.of_checkpoint(folders.directory / str(step), meta)
+      prints = {name: fingerprint.of_host_array(entry.read()) for name, entry in entries.items()}
+    except Rejected as reason:
+      if not folders.is_gone(step):  # retention of a living run
+        yield f"checkpoint {step}: {reason}"
+      continue
+    stated = {name: entry["fingerprint"] for name, entry in meta["arrays"].items()}
+    state = found.steps.get(step, {}).get("state")
+    if wrong := _different(stated, prints):
+      yield f"checkpoint {step}: {wrong} does not have the fingerprint that it was saved with"
+    elif state is not None and (wrong := _different(state, prints)):
+      yield f"checkpoint {step}: {wrong} differs from the receipt"
+    elif step not in found.steps and step > found.lines[0]["after"]:
+      yield f"checkpoint {step}: the receipt has no such step"
+    else:
+      print(f"checkpoint {step}: {f'{len(prints)} arrays as in the receipt' if state else 'no state in the receipt'}.")
+
+
+def _different(a: Mapping[str, str], b: Mapping[str, str]) -> str:
+  """The first array that differs, and how many do; "": none."""
+  names = [name for name in sorted({**a, **b}, key=_order) if a.get(name) != b.get(name)]
+  return f"{names[0]} ({len(names)} of {len({**a, **b})} arrays)" if names else ""
+
+
+def _order(name: str) -> tuple[bool, str]:
+  return not name.startswith("params."), name
+
+
+def _number(value: str | None) -> str:
+  """The bits of a float32 and its value."""
+  if value is None or value == "nan":
+    return str(value)
+  return f"{np.uint32(int(value, 16)).view(np.float32):.9g} (bits {value})"
+
+
+def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
+  """What differs first between the run and its replay. Prints what was compared."""
+  largest, exact, inexact, states = 0.0, 0, 0, 0
+  promised = True
+  for step, here in sorted(again.lines.items()):
+    line = lines[step]
+    promised = promised and again.is_exact(line)
+    if line["examples"] and line["examples"] != here["examples"]:
+      return [f"step {step}: the examples differ"]
+    if not promised:
+      inexact += 1
+      gap = _gap(line["loss"], here["loss"])
+      largest = max(largest, gap)
+      if gap > again.tolerance:
+        return [
+          f"step {step}: loss {_number(line['loss'])} in the run, {_number(here['loss'])} here: relative {gap:.3g}"
+        ]
+      continue
+    if names := [name for name in _COMPARED if name in line and line[name] != here.get(name)]:
+      state = next(
+        (f"; {where}" for later in range(step - 1, max(again.lines) + 1) if (where := _state(lines, again, later))), ""
+      )
+      return [
+        f"step {step}: {names[0]} differs: {_number(line[names[0]])} in the run, {_number(here[names[0]])} here{state}"
+      ]
+    exact += 1
+    if "state" in line:
+      states += 1
+      if where := _state(lines, again, step):
+        return [where]
+  if exact:
+    print(
+      f"Replay: {exact} steps have the same bits: examples, loss, gradient norm, and the state at {states} of them."
+    )
+  if inexact:
+    why = again.unlike or "slices computed other rows than in the run"
+    print(
+      f"Replay: the losses of {inexact} steps agree within {again.tolerance:g}, the largest relative difference is "
+      f"{largest:.2g}. Equal bits are not promised: {why}."
+    )
+  return []
+
+
+def _state(lines: Mapping[int, Line], again: Replay, step: int) -> str:
+  """How the state after `step` differs from the one that was computed again; "": it does not, or is not recorded."""
+  ours, theirs = lines.get(step, {}).get("state"), again.lines.get(step, {}).get("state")
+  wrong = _different(ours, theirs) if ours and theirs else ""
+  return wrong and f"step {step}: the state differs, first in {wrong}"
+
+
+def _gap(a: str, b: str) -> float:
+  x, y = (np.nan if one == "nan" else float(np.uint32(int(one, 16)).view(np.float32)) for one in (a, b))
+  return 0.0 if a == b else float(abs(x - y) / max(abs(x), abs(y))) if np.isfinite(x) and np.isfinite(y) else np.inf
+
+
+def against(a: Receipt, b: Receipt, interval: str | None, keys: Sequence[str]) -> list[str]:
+  """The first step at which two runs differ, and what differs first. interval: computes these steps of both runs
+  again, which gives their states after every step."""
+  if b.wrong:
+    return b.wrong
+  print(_summary(b))
+  ours, theirs = a.steps, b.steps
+  if interval:
+    first, last = replay.interval(interval, {step: ours[step] for step in ours.keys() & theirs.keys()})
+    ours, theirs = (replay.replay(one.directory, one.lines, first, last, keys).lines for one in (a, b))
+  common = sorted(ours.keys() & theirs.keys())
+  if not common:
+    raise ConfigError(f"{b.directory}: has no step in common with {a.directory}.\nGive two runs of the same steps.")
+  equal_state = 0
+  for step in common:
+    left, right = ours[step], theirs[step]
+    names = [name for name in _COMPARED if name in left and name in right and left[name] != right[name]]
+    states = left.get("state"), right.get("state")
+    where = _different(*states) if states[0] and states[1] else ""  # type: ignore[arg-type]
+    if names or where:
+      return list(_first_difference(step, names, where, (left, right), equal_state))
+    equal_state = step if states[0] and states[1] else equal_state
+  print(f"The runs are equal in all {len(common)} steps that both have.")
+  return []
+
+
+def _first_difference(
+  step: int, names: Sequence[str], where: str, lines: tuple[Line, Line], equal_state: int
+) -> Iterator[str]:
+  what = ", ".join([*names, *(["state"] if where else [])])
+  yield f"The runs differ first at step {step}: {what}."
+  for name in names:
+    shown = [str(line[name]) if name in ("examples", "weights") else _number(line[name]) for line in lines]
+    yield f"  {name}: {shown[0]} and {shown[1]}"
+  if where:
+    yield f"  state: first in {where}"
+  if "examples" not in names and equal_state < step - 1:
+    yield (
+      f"  The states after step {equal_state} are equal, and those of the steps after it are not recorded. To find the "
+      f"step at which they become different, add --replay {equal_state + 1}:{step}."
+    )
+
+
+if __name__ == "__main__":
+  sys.exit(main())

@@ -1,0 +1,154 @@
+"""The witness of a step: several members compute one share of it, and their sums must be equal before the commit.
+
+Every member draws the share and the second member by itself, from (seed, step) and the dealing of the epoch. The
+coordinator compares what it gets. If sums differ, it asks other members for the same share, until most of them agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+from worlds.membership.messages import Message, message
+
+Sums = Mapping[str, Sequence[int]]  # {array: (a checksum of its values, how many of their bits are 1)}, modulo 2^32
+
+
+class Drawn(NamedTuple):
+  """The share that is compared, and the members that compute it: its owner, and a second one if there is any."""
+
+  share: int
+  members: tuple[int, ...]
+
+
+def draw(seed: int, check: int, dealt: Mapping[int, Sequence[int]], unlike: Mapping[int, int]) -> Drawn:
+  """Returns what check number `check` of a run compares. Of as many checks in a row as there are shares, from a
+  multiple of their number on, each compares another share. dealt: {member: shares}. unlike: see `kinds`; the second
+  member is of the owner's kind."""
+  shares = sum(map(len, dealt.values()))
+  cycle, place = divmod(check, shares)
+  first, stride = _number(shares, seed, cycle, "first"), _number(shares, seed, cycle, "stride")
+  while math.gcd(stride, shares) != 1:
+    stride += 1
+  share = (first + place * stride) % shares
+  owner = next(member for member, own in dealt.items() if share in own)
+  alike = sorted(m for m in dealt if m != owner and unlike.get(m, 0) == unlike.get(owner, 0))
+  second = (alike[_number(len(alike), seed, check, "second")],) if alike else ()
+  return Drawn(share, (owner, *second))
+
+
+def _number(count: int, *what: object) -> int:
+  """A number below `count` that follows from `what`, in every process and version of Python alike."""
+  return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") % count
+
+
+def kinds(numerics: Mapping[int, str]) -> dict[int, int]:
+  """{member: the number of its kind}, for all members but those of the largest kind, 0. numerics: {member: what the
+  bits of its sums depend on}."""
+  counts = Counter(numerics.values())
+  ordered = sorted(counts, key=lambda text: (-counts[text], text))
+  return {member: ordered.index(text) for member, text in numerics.items() if text != ordered[0]}
+
+
+class Verdict(NamedTuple):
+  """What the sums of a share say.
+
+  equal: commit. transient: the same, but `members` had other sums before all computed again; none: unknown which.
+  ask: `members` shall compute the share, too. again: all members shall compute all their shares again. removed: the
+  sums of `members` are wrong. undecided: they differ, no other member can be asked, and it is not the first time.
+  arrays: {array: how many bits differ, at least}.
+  """
+
+  kind: Literal["equal", "transient", "ask", "again", "removed", "undecided"]
+  members: tuple[int, ...] = ()
+  arrays: Mapping[str, int] = {}
+
+
+@dataclasses.dataclass
+class Witness:
+  """The witness of the round under way, as the coordinator knows it."""
+
+  sums: dict[int, Sums] = dataclasses.field(default_factory=dict)  # {member: its sums of the share}, in this epoch
+  asked: list[int] = dataclasses.field(default_factory=list)  # members that compute the share; none: as drawn
+  since: int = 0  # sums that were computed in earlier epochs do not count
+  before: dict[int, Sums] = dataclasses.field(default_factory=dict)  # what was computed before `since`
+  # {member: the last round in which its sums were compared and equal}
+  agreed: dict[int, str] = dataclasses.field(default_factory=dict)
+
+  def computed(self, member: int, sums: Sums) -> None:
+    """`member` has computed the share."""
+    self.sums[member] = sums
+
+  def begin_epoch(self, active: Collection[int]) -> None:
+    """The round is repeated by these members."""
+    self.sums = {}
+    self.asked = [member for member in self.asked if member in active]
+
+  def committed(self, round_name: str) -> None:
+    """The round is over."""
+    if len(self.sums) > 1:
+      self.agreed |= dict.fromkeys(self.sums, round_name)
+    self.sums, self.asked, self.since, self.before = {}, [], 0, {}
+
+  def check(self, epoch: int, unlike: Mapping[int, int]) -> Message | None:
+    """What members must know before this epoch; None: they draw, and all are alike."""
+    if not (self.asked or self.since or unlike):
+      return None
+    kinds = {str(member): kind for member, kind in unlike.items()}
+    return message("check", epoch=epoch, unlike=kinds, asked=self.asked, since=self.since)
+
+  def verdict(self, epoch: int, alike: Collection[int]) -> Verdict:
+    """What follows from the sums, for the epochs after `epoch`. alike: members that would compute the same bits."""
+    found = {member: json.dumps(sums, sort_keys=True) for member, sums in self.sums.items()}
+    counts = Counter(found.values()).most_common()
+    if len(counts) < 2:
+      return self._transient() if self.before else Verdict("equal")
+    (most, number), (_, next_number) = counts[:2]
+    odd = tuple(sorted(member for member in found if found[member] != most))
+    right = next(member for member in found if found[member] == most)
+    arrays = _difference(self.sums[odd[0]], self.sums[right])
+    if number > next_number:
+      return Verdict("removed", odd, arrays)
+    if more := sorted(set(alike) - found.keys())[:1]:
+      self.asked = sorted({*found, *more})
+      return Verdict("ask", tuple(more), arrays)
+    if self.before:
+      return Verdict("undecided", tuple(sorted(found)), arrays)
+    self.asked, self.since, self.before = sorted(found), epoch + 1, self.sums
+    return Verdict("again", tuple(sorted(found)), arrays)
+
+  def _transient(self) -> Verdict:
+    changed = sorted(member for member, sums in self.sums.items() if self.before.get(member, sums) != sums)
+    arrays = [_difference(self.before[member], self.sums[member]) for member in changed]
+    return Verdict("transient", tuple(changed), {name: bits for one in arrays for name, bits in one.items()})
+
+
+def _difference(one: Sums, other: Sums) -> dict[str, int]:
+  """{array: how many of its bits differ, at least}. Both have the same arrays."""
+  signed = lambda number: (number + (1 << 31)) % (1 << 32) - (1 << 31)
+  return {name: max(1, abs(signed(ones[1] - other[name][1]))) for name, ones in one.items() if ones != other[name]}
+
+
+def alarm_line(alarm: Mapping[str, Any]) -> str:
+  """The message `alarm`, or its record in events.jsonl, in words."""
+  who = " and ".join(f"slice {member} ({alarm['where'].get(str(member), '?')})" for member in alarm["members"])
+  bits = ", ".join(f"{name} ({bits})" for name, bits in sorted(alarm["arrays"].items()))
+  what = f"Witness of {alarm['round']}: arrays that differ, with the least number of bits: {bits}."
+  if alarm["outcome"] == "removed":
+    agreed = ", ".join(alarm["agreed"].get(str(member), "none") for member in alarm["members"])
+    return (
+      f"{what} Wrong sums from {who}: the others agree. It is taken out and does not return by itself. Its last "
+      f"comparison without a difference: {agreed}. Steps since then may have used wrong sums."
+    )
+  if alarm["outcome"] == "transient":
+    blamed = f"{who} computed other bits the first time" if who else "it is not known which slice was wrong"
+    return f"{what} All members computed the step again and agree: {blamed}. The run goes on."
+  return (
+    f"{what} The sums of {who} differ in two computations, and no other slice can decide. No step with these sums is "
+    "committed. Test the chips of these slices. The same command continues from the last checkpoint."
+  )

@@ -1,0 +1,263 @@
+"""receipt.jsonl: its chain finds every change, and each committed step has one line through every death."""
+
+from __future__ import annotations
+
+import json
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from input_pipeline.batch import Example
+from input_pipeline.loader import loader_of
+from input_pipeline.options import DataOptions
+from input_pipeline.source import Source
+from trainer.checkpoint.arrays import fingerprint
+from trainer.config.errors import ConfigError
+from trainer.config.schema import Config
+from trainer.observe import events, files, metrics
+from trainer.services import receipt
+
+
+class Fresh(Source):
+  """Examples of one token, which counts how many were read."""
+
+  name, read, changed = "fresh", 0, -1
+
+  def example(self, index: int) -> Example:
+    self.read += 1
+    token = np.full(4, index % 7 + (index == self.changed), np.int32)
+    return Example(token, token, np.ones(4, np.float32), np.arange(4, dtype=np.int32), np.ones(4, np.int32))
+
+  def fingerprint(self) -> str:
+    return "fresh"
+
+
+def loader(source: Source | None = None):
+  cfg = DataOptions(dataset_type="synthetic", max_target_length=4)
+  return loader_of(cfg, source or Fresh(), vocab_size=9, global_batch_size=4)
+
+
+@pytest.fixture
+def key(tmp_path):
+  """(file of a private key, of its public key)."""
+  pytest.importorskip("cryptography")
+  from cryptography.hazmat.primitives import serialization as to
+  from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+  made, private, public = Ed25519PrivateKey.generate(), tmp_path / "private.pem", tmp_path / "public.pem"
+  private.write_bytes(made.private_bytes(to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption()))
+  public.write_bytes(made.public_key().public_bytes(to.Encoding.PEM, to.PublicFormat.SubjectPublicKeyInfo))
+  return private, public
+
+
+class Process:
+  """A process of a run: its metrics, with a receipt as their recorder."""
+
+  def __init__(self, folder, key=None, is_primary=True):
+    self.folder = folder
+    device = types.SimpleNamespace(platform="cpu", device_kind="cpu")
+    cluster = types.SimpleNamespace(
+      kind="simulated", num_slices=1, devices_per_slice=1, slices={0: (device,)}, recovers_in_process=True
+    )
+    log = events.EventLog(str(folder), "run", is_primary=is_primary)
+    data = types.SimpleNamespace(train=loader(), identity={"data": "fresh"})
+    config = Config().with_values(base_output_directory=str(folder.parent), run_name=folder.name)
+    warnings = self.warnings = []
+    run = types.SimpleNamespace(
+      config=config,
+      cluster=cluster,
+      data=data,
+      events=log,
+      run_id="1",
+      log=types.SimpleNamespace(warning=warnings.append),
+    )
+    recorders = lambda: [receipt.Writer(run, receipt.private_key(str(key)) if key else None)]
+    self.metrics = metrics.Metrics(str(folder), log, is_primary=is_primary, recorders=recorders)
+
+  def steps(self, *steps: int, loss: float = 2.5):
+    for step in steps:
+      proof = {"computed": {"0": [[0, 4]]}} | ({"state": {"params.w": "0" * 16}} if step % 3 == 0 else {})
+      record = metrics.StepRecord(step, 0.1, np.float32(loss + step), 1.5, 1e-3, 4 * step, 1, proof=proof)
+      self.metrics.write(record)
+    return self
+
+
+def lines_of(folder) -> list[dict]:
+  found, wrong = receipt.check(receipt.read(str(folder)))
+  assert wrong == []
+  return found
+
+
+def steps_of(folder) -> list[int]:
+  return [line["step"] for line in lines_of(folder) if "step" in line]
+
+
+@pytest.fixture
+def written(tmp_path):
+  Process(tmp_path / "run").steps(1, 2, 3, 4).metrics.close()
+  return tmp_path / "run"
+
+
+def test_a_line_has_the_bits_of_its_step_and_says_who_computed_it(written):
+  head, first, *_ = lines_of(written)
+  assert head["after"] == 0 and head["level"] == ["self-attested"] and head["config"]["run_name"] == "run"
+  assert first["loss"] == np.float32(3.5).view(np.uint32).item().to_bytes(4, "big").hex()
+  assert first["computed"] == {"0": [[0, 4]]} and first["examples"] == loader().digest(0)
+  assert "state" not in first and lines_of(written)[3]["state"] == {"params.w": "0" * 16}
+  assert "proof" not in json.loads((written / "metrics.jsonl").read_text().splitlines()[0])
+
+
+def test_every_changed_byte_is_found(written):
+  path = written / receipt.FILE
+  whole = path.read_bytes()
+  for at in range(len(whole)):
+    damaged = bytearray(whole)
+    damaged[at] ^= 1 << at % 8
+    assert receipt.check(bytes(damaged).splitlines(keepends=True))[1], (at, whole[at : at + 40])
+
+
+@pytest.mark.parametrize(
+  "change",
+  [
+    lambda lines: [*lines[:2], *lines[3:]],
+    lambda lines: lines[1:],
+    lambda lines: [*lines[:3], lines[2], *lines[3:]],
+    lambda lines: [*lines, lines[-1]],
+    lambda lines: [lines[0], lines[2], lines[1], *lines[3:]],
+    lambda lines: [lines[0], b"[1]\n", *lines[1:]],
+    lambda lines: [lines[0], b"\xff\n", *lines[1:]],
+  ],
+)
+def test_lines_that_are_removed_added_or_moved_are_found(written, change):
+  lines = list(receipt.read(str(written)))
+  assert receipt.check(lines)[1] == [] and receipt.check(change(lines))[1]
+
+
+def forged(lines: list[bytes]) -> list[bytes]:
+  """The lines with another loss in step 2, and new hashes from there on."""
+  prev, new = "", []
+  for raw in lines:
+    fields = {name: x for name, x in json.loads(raw).items() if name not in ("hash", "signature", "prev")}
+    line, prev = receipt.sealed(fields | ({"loss": "00000000"} if fields.get("step") == 2 else {}), prev)
+    new.append(f"{line}\n".encode())
+  return new
+
+
+def test_only_a_signature_tells_a_forged_receipt(tmp_path, written, key):
+  assert receipt.check(forged(list(receipt.read(str(written)))))[1] == []  # self-attested: docs/trust.md says so
+  Process(tmp_path / "signed", key[0]).steps(1, 2, 3).metrics.close()
+  lines = list(receipt.read(str(tmp_path / "signed")))
+  public = receipt.public_key(str(key[1]))
+  assert json.loads(lines[0])["level"] == ["signed"]
+  assert receipt.check(lines, public)[1] == receipt.check(lines, receipt.public_key(receipt.raw_hex(public)))[1] == []
+  assert receipt.check(lines, receipt.public_key("0" * 63 + "1"))[1] == [
+    f"{receipt.FILE}, line 1: it is not signed with this key"
+  ]
+  assert receipt.check(forged(lines), public)[1]
+  signature = json.loads(lines[1])["signature"]
+  assert receipt.check([lines[0], lines[1].replace(signature.encode(), b"00"), *lines[2:]], public)[1]
+
+
+def test_a_key_that_cannot_be_used_is_refused(tmp_path):
+  (tmp_path / "key").write_text("no key")
+  for path in (tmp_path / "key", tmp_path / "none"):
+    with pytest.raises(ConfigError, match=r"cannot be read.*\nMake one with `openssl genpkey"):
+      receipt.private_key(str(path))
+
+
+# ---- one line for each step
+
+
+def test_a_step_that_is_done_again_replaces_its_line_and_all_later_ones(written):
+  Process(written).steps(3, loss=7.0).metrics.close()
+  assert steps_of(written) == [1, 2, 3]
+  assert [line["after"] for line in lines_of(written) if "after" in line] == [0, 2]
+  again = Process(written).steps(4, 5)
+  again.steps(4, 5, 6)  # in the same process: a slice was lost
+  again.metrics.close()
+  assert steps_of(written) == [1, 2, 3, 4, 5, 6]
+  assert sum("after" in line for line in lines_of(written)) == 3
+
+
+def test_a_kill_at_any_byte_leaves_a_receipt_that_goes_on(written):
+  path = written / receipt.FILE
+  whole = path.read_bytes()
+  for at in range(0, len(whole), 97):
+    path.write_bytes(whole[:at])
+    Process(written).steps(5).metrics.close()
+    steps = steps_of(written)
+    assert steps == [*range(steps[0], 6)] and steps[0] in (1, 5), at  # 5: not even the first line was left
+
+
+def test_what_is_missing_comes_from_the_metrics(written):
+  """An object store had the newer metrics.jsonl when its process was lost."""
+  files.cut_lines(str(written), receipt.FILE, lambda line: b'"step":3' not in line)
+  Process(written).steps(5).metrics.close()
+  assert steps_of(written) == [1, 2, 3, 4, 5]
+  assert [line["step"] for line in lines_of(written) if "from" in line] == [3, 4]
+
+
+def test_a_new_primary_goes_on_with_the_receipt(tmp_path):
+  primary, other = Process(tmp_path / "run"), Process(tmp_path / "run", is_primary=False)
+  for step in (1, 2, 3):
+    primary.steps(step)
+    other.steps(step)
+  files.cut_lines(str(tmp_path / "run"), "metrics.jsonl", lambda line: b'"step": 3' not in line)
+  other.metrics.take_over()  # the old one was killed between its two files
+  other.steps(4).metrics.close()
+  assert steps_of(tmp_path / "run") == [1, 2, 3, 4]
+  assert lines_of(tmp_path / "run")[-2]["state"]
+
+
+def test_a_full_disk_costs_no_line_once_there_is_space(tmp_path, monkeypatch, capsys):
+
+  def full(*_):
+    raise OSError(28, "No space left on device")
+
+  process = Process(tmp_path / "run").steps(1, 2)
+  monkeypatch.setattr("os.write", full)
+  process.steps(3, 4)
+  monkeypatch.undo()
+  process.steps(5).metrics.close()
+  assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5]
+  assert capsys.readouterr().err.count(receipt.FILE) == 1
+
+
+def test_a_receipt_that_cannot_be_written_hurts_nothing(tmp_path):
+  (tmp_path / "run" / receipt.FILE).mkdir(parents=True)
+  process = Process(tmp_path / "run").steps(1, 2)
+  process.metrics.close()
+  assert len(process.warnings) == 1 and [r["step"] for r in metrics.read_metrics(str(tmp_path / "run"))] == [1, 2]
+
+
+# ---- digests
+
+
+def test_the_digest_of_a_batch_does_not_depend_on_who_reads_which_rows():
+  ours, other = loader(), loader()
+  for one in (ours, other):
+    one.keep_digests(lambda: True)
+  ours.batch(3)
+  other.batch(3, np.array([2, -1, 0]))
+  read = ours._source.read
+  assert ours.digest(3) == other.digest(3) == loader().digest(3)
+  assert ours._source.read == read  # all rows had been read
+  broken = Fresh()
+  unreadable = loader(broken)
+  unreadable.keep_digests(lambda: True)
+  broken.example = lambda index: np.fromfile("/none")  # a row of another process
+  unreadable.prepare_digest(3)
+  assert unreadable.digest(3) == ""
+  changed = Fresh()
+  changed.changed = 14
+  assert loader(changed).digest(3) != loader().digest(3) and loader(changed).digest(2) == loader().digest(2)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "uint8"])
+@pytest.mark.parametrize("shape", [(), (5,), (3, 1025, 700)])
+def test_numpy_computes_the_fingerprint_of_the_devices(dtype, shape):
+  values = jax.numpy.asarray(np.random.default_rng(0).normal(size=shape) * 9, dtype)
+  (expected,) = fingerprint.collect(fingerprint.dispatch({"x": values}))[0].values()
+  assert fingerprint.of_host_array(np.asarray(values)) == expected

@@ -1,0 +1,212 @@
+"""tools.verify and tools.compare_checkpoints on runs of a tiny model: what they accept, and what they find."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tests.support.command import TINY
+
+import trainer
+from input_pipeline.synthetic import SyntheticSource
+from trainer.services import receipt
+from trainer.tools import compare_checkpoints, replay, verify
+
+KEYS = (
+  "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "
+  "receipt_state_period=2 eval_steps=0 warmup_steps_fraction=0"
+).split()
+CHANGED = 7  # the step with one changed example
+
+
+class OneChanged(SyntheticSource):
+  """The examples of the run, but for one."""
+
+  def example(self, index):
+    found = super().example(index)
+    return found._replace(tokens=(found.tokens + 1) % 64) if index == 4 * CHANGED - 2 else found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, compiled):
+  """(the folder of a run, of the same with one changed example)."""
+  folder = tmp_path_factory.mktemp("runs")
+  config = lambda name: trainer.load(
+    *TINY, *KEYS, f"base_output_directory={folder}", f"run_name={name}", compiled
+  )
+  assert trainer.Run(config("a")).train()
+  own = OneChanged(vocab_size=64, length=16, seed=0, stream=0)
+  assert trainer.Run(config("b"), own).train()
+  return folder / "a", folder / "b"
+
+
+@pytest.fixture
+def run(runs, tmp_path):
+  """A copy of the run, to be damaged."""
+  return shutil.copytree(runs[0], tmp_path / "a")
+
+
+@pytest.fixture(autouse=True)
+def _in_this_process(monkeypatch):
+  """Replays run here."""
+
+  def run(command, log):
+    config = trainer.load(*command[3:])
+    assert command[2] == "trainer" and trainer.Run(config).train()
+
+  monkeypatch.setattr(replay, "_run", run)
+
+
+def ended(capsys, *arguments) -> tuple[int, str]:
+  """(exit code, what was printed)."""
+  code = verify.main(list(map(str, arguments)))
+  printed = capsys.readouterr()
+  return code, printed.out + printed.err
+
+
+def test_an_undamaged_run_is_accepted(runs, capsys):
+  code, printed = ended(capsys, runs[0])
+  assert code == 0, printed
+  assert "steps 1 to 12" in printed and "self-attested" in printed and "12 steps compared" in printed
+  assert printed.count("arrays as in the receipt") == 3
+
+
+def test_steps_that_are_computed_again_have_the_same_bits(runs, capsys):
+  code, printed = ended(capsys, runs[0], "--replay", "6:9")
+  assert code == 0 and "Computing steps 5 to 9 again" in printed, printed
+  assert "5 steps have the same bits" in printed and "the state at 2 of them" in printed
+
+
+def test_other_slices_compute_losses_within_the_tolerance(runs, capsys):
+  code, printed = ended(capsys, runs[0], "--replay", "1:4", "num_slices=1")
+  assert code == 0 and "agree within 1e-05" in printed and "Equal bits are not promised: slices 2 and now 1" in printed
+
+
+def test_a_replay_names_the_first_step_and_array_that_differ(run, capsys):
+  """A run that attests what it has not computed: the receipt is forged, and metrics.jsonl with it."""
+  lines, prev = [], ""
+  for raw in receipt.read(str(run)):
+    fields = {name: x for name, x in json.loads(raw).items() if name not in ("hash", "prev")}
+    if fields.get("step") == 6:
+      fields["state"]["params.lm_head"] = "0" * 16
+    line, prev = receipt.sealed(fields, prev)
+    lines.append(f"{line}\n")
+  (run / receipt.FILE).write_text("".join(lines))
+  assert ended(capsys, run)[0] == 0  # self-attested: docs/trust.md says so
+  code, printed = ended(capsys, run, "--replay", "5:8")
+  assert code == 1 and "step 6: the state differs, first in params.lm_head (1 of 45 arrays)" in printed, printed
+
+
+def test_what_differs_from_the_receipt_is_named(run, capsys):
+  path = run / "metrics.jsonl"
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  records[4]["loss"] = float(np.nextafter(np.float32(records[4]["loss"]), np.float32(9)))
+  path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+  shutil.rmtree(run / "checkpoints" / "8")
+  shutil.copytree(run / "checkpoints" / "4", run / "checkpoints" / "8")
+  code, printed = ended(capsys, run)
+  assert code == 1 and "step 5: loss 4." in printed and "checkpoint 8: it is of step 4" in printed, printed
+  with (run / receipt.FILE).open("r+b") as file:
+    file.seek(-200, 2)
+    file.write(b"0")
+  code, printed = ended(capsys, run)
+  assert code == 1 and "line 13: it " in printed
+
+
+def test_a_torn_last_line_is_the_trace_of_a_kill(run, capsys):
+  with (run / receipt.FILE).open("ab") as file:
+    file.write(b'{"computed":')
+  code, printed = ended(capsys, run)
+  assert code == 0 and "The next start of the run removes it" in printed
+
+
+def test_two_runs_differ_first_at_the_step_with_the_changed_example(runs, capsys):
+  code, printed = ended(capsys, runs[0], "--against", runs[1])
+  assert code == 1 and f"The runs differ first at step {CHANGED}: examples, loss, grad_norm" in printed, printed
+  assert "--replay" not in printed
+  assert ended(capsys, runs[0], "--against", runs[0])[0] == 0
+
+
+def test_two_replays_find_the_step_between_two_recorded_states(runs, capsys, monkeypatch):
+  """The losses differ at step 2, and the states already after step 1, which no receipt has recorded."""
+  a = verify.load(str(runs[0]))
+  b = verify.Receipt("b", a.lines, [], a.steps | {2: a.steps[2] | {"loss": "00000000"}})
+  (first, *_, hint) = verify.against(a, b, None, [])
+  assert first == "The runs differ first at step 2: loss." and hint.endswith("add --replay 1:2.")
+  replayed = []
+
+  def replay_of(run, lines, first, last, keys):
+    replayed.append((run, first, last))
+    state = {"params.w": "1" if run == "b" else "0", "step": "1"}
+    return replay.Replay(0, {step: a.steps[step] | {"state": state} for step in (1, 2)}, 1e-5, "")
+
+  monkeypatch.setattr(replay, "replay", replay_of)
+  assert verify.against(a, b, "1:2", []) == [
+    "The runs differ first at step 1: state.",
+    "  state: first in params.w (1 of 2 arrays)",
+  ]
+  assert replayed == [(a.directory, 1, 2), ("b", 1, 2)]
+
+
+@pytest.mark.parametrize(
+  "arguments, message",
+  [
+    (["{run}/checkpoints"], "has no receipt.jsonl. Runs write it unless receipt_state_period=0"),
+    (["{run}", "num_slices=1"], "keys belong to a replay.\nAdd --replay"),
+    (["{run}", "--replay", "3"], "is not FROM:TO"),
+    (["{run}", "--replay", "4:3"], "is not FROM:TO"),
+    (["{run}", "--replay", "9:13"], "no step 13, but 1 to 12"),
+    (["{run}", "--replay", "9:12", "nun_slices=1"], "nun_slices"),
+    (["{run}", "--public-key", "{run}/config.yml"], "cannot be read"),
+  ],
+)
+def test_wrong_input_is_refused(runs, capsys, arguments, message):
+  code, printed = ended(capsys, *(text.format(run=runs[0]) for text in arguments))
+  assert code == 2 and message in printed, printed
+
+
+def test_a_replay_needs_a_checkpoint_before_it(run, capsys):
+  shutil.rmtree(run / "checkpoints" / "4")
+  code, printed = ended(capsys, run, "--replay", "6:7")
+  assert code == 2 and "needs a committed checkpoint of step 5 or before" in printed and "[8, 12]" in printed
+
+
+# ---- compare_checkpoints
+
+
+def compared(capsys, *places) -> tuple[int, str]:
+  code = compare_checkpoints.main(list(map(str, places)))
+  printed = capsys.readouterr()
+  return code, printed.out + printed.err
+
+
+def test_checkpoints_are_compared_array_by_array(runs, capsys):
+  a, b = runs
+  assert compared(capsys, f"{a}@4", f"{b}@4") == (0, "45 arrays compared, 0 differences\n")
+  code, printed = compared(capsys, a, f"{b}:12")
+  assert code == 1 and "params.lm_head: 1024 of 1024 values differ in " in printed, printed
+  assert "step:" not in printed and "45 arrays compared" in printed
+  assert compared(capsys, a / "checkpoints" / "8", f"{a}@8")[0] == 0
+  code, printed = compared(capsys, a, f"{a}@5")
+  assert code == 2 and "has no checkpoint 5; there are [4, 8, 12]" in printed
+
+
+def test_differences_are_counted_in_values_and_bits():
+  entry = lambda x: compare_checkpoints.Entry(x.shape, x.dtype, lambda: x)
+  x = np.array([1.0, -2.0, np.nan, 0.0], np.float32)
+  y = x.copy()
+  y[1] = np.nextafter(np.float32(-2), np.float32(-3))
+  found = lambda ours, theirs: list(compare_checkpoints.differences(ours, theirs, ("a", "b")))
+  assert found({"w": entry(x)}, {"w": entry(x.copy())}) == []
+  assert found({"w": entry(x)}, {"w": entry(y)}) == [
+    "w: 1 of 4 values differ in 1 bits; by at most 2.38e-07, relative 1.19e-07"
+  ]
+  assert found({"w": entry(x)}, {"w": entry(-x)})[0].endswith("by at most inf, relative inf")
+  assert found({"w": entry(x)}, {"w": entry(x[:2])}) == ["w: shape [4] and [2]"]
+  assert found({"w": entry(x)}, {"v": entry(x)}) == ["w: only in a", "v: only in b"]
+  same = x[:2]
+  assert found({"w": entry(same)}, {"w": entry(same.astype(np.float16))}) == [
+    "w: float32 and float16, with equal values"
+  ]

@@ -27,7 +27,7 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
   """Oracle: one process with two devices, which computes all. Losses and the last checkpoint are bit-identical."""
   run = ProcessRun(
     tmp_path / "lanes",
-    [*LANES, compiled, "elastic_min_slice_count=-1"],
+    [*LANES, compiled, "elastic_min_slice_count=-1", "witness_period=4"],
     slices=2,
     options=["--processes-per-slice", "2"],
     environment=SLOW,
@@ -38,6 +38,7 @@ def test_a_killed_process_of_a_slice_costs_no_step(compiled, server, tmp_path):
     os.kill(process_of(run, member=1, lane=1), signal.SIGKILL)
     assert run.wait(supervisor) == 0, run.tail()
   assert [event["slice"] for event in run.events("slice_down")] == [[1]], run.tail()
+  assert run.count("witness") == 0, "no lane computes other bits"
   assert run.count("slice_up") == 1 and run.steps() == list(range(1, LANES_STEPS + 1))
   one_worker = OneWorker(tmp_path / "one-worker", [*LANES, compiled], slices=2, server=server)
   with one_worker.launched() as worker:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 from jax import Device
@@ -39,11 +40,13 @@ class SliceWitness:
     """full: the program of the view. guard: waits for its slices."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
     self._guard = guard
+    self.record: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
     self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
 
   def before_step(self, state: TrainState, n: int) -> TrainState:
     """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
     SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
+    self.record = {}
     period, faults = self._config.elastic.witness_period, self._elastic.faults
     for slice_id, devices in zip(self._view.slices, self._view.devices):
       params = faults.flips("flip_weight", slice_id, devices)(state.params)
@@ -69,7 +72,8 @@ class SliceWitness:
       trees = flips[slice_id]([part.tree for part in parts])
       return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
 
-    self._agree(f"step {n}", drawn.members, sums)
+    members = self._agree(f"step {n}", drawn.members, sums)
+    self.record = {"share": drawn.share, "members": members}
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""
@@ -87,8 +91,8 @@ class SliceWitness:
     _, _, checks = self._of(slice_id)
     return checks.read_state(checks.of_state(state))
 
-  def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
-    """Compares what the slices `members` compute, and others if they differ."""
+  def _agree(self, what: str, members: Collection[int], compute: Callable[[int], Sums]) -> list[int]:
+    """Compares what the slices `members` compute, and others if they differ. Returns the slices that agree."""
     witness, wanted, alive = Witness(), members, self._view.slices
     while True:
       for slice_id in wanted:
@@ -96,7 +100,7 @@ class SliceWitness:
       found = witness.verdict(0, alive)
       if found.kind == "equal":
         self._agreed |= dict.fromkeys(members, what)
-        return
+        return sorted(witness.sums)
       if found.kind not in ("ask", "again"):
         break
       wanted = found.members
@@ -112,6 +116,7 @@ class SliceWitness:
       self._session.cluster.bar(found.members)
     if found.kind != "transient":
       raise SliceWrong(alarm_line(record), found.members if found.kind == "removed" else ())
+    return sorted(witness.sums)
 
 
 def _by_slice(state: TrainState, devices: Sequence[Sequence[Device]]) -> list[TrainState]:

@@ -1,9 +1,16 @@
-"""The exchange between slices: connections of an epoch, sums over shares, and the state for a joining member.
+"""The exchange between slices: connections with peers, sums over shares, and the state for a joining member.
 
 The caller is told by the supervisor which members form an epoch and where they listen. `connect` joins them; then all
 members call `reduce` with the same tag and dealing. After PeerLost the caller waits for the next epoch, connects, and
-calls `reduce` again with the same data, which `reduce` never modifies. Every epoch has connections of its own, so no
-byte of an earlier epoch can be read in a later one.
+calls `reduce` again with the same data, which `reduce` never modifies.
+
+Members that stay keep their connections, and yet no byte of an earlier epoch can be read in a later one. In `connect`,
+each side drops its frames that were not begun, sends the rest of the frame that was, and then the mark of the epoch. It
+discards everything before the mark of its peer: an older mark, too. A newer one is remembered, and ends this epoch. A
+side that gives a connection up closes it, so the peer finds its end in place of a mark, and the member with the higher
+id makes another one, which replaces the first one if the peer has not noticed its end. This includes a connection that
+only one side has, because the other one was interrupted in `connect`: `dial` closes what it has made, and the listener
+what was not claimed. All streams of a peer are kept, or all are replaced.
 
 With several processes per slice, process p of a slice exchanges with process p of the other slices: each such group has
 its own members and addresses.
@@ -13,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +32,13 @@ from worlds.exchange import state
 from worlds.exchange.crew import Crew
 from worlds.exchange.errors import PeerLost
 from worlds.exchange.layout import HostCopy
-from worlds.exchange.link import Link, Stop, Stopped
+from worlds.exchange.link import Link, Poll, Stop, Stopped
 from worlds.exchange.listener import Call, Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
 from worlds.handshake import TOKEN_BYTES
+
+_LATE_SECONDS = 10.0  # for a mark; then the listener of the peer, a thread, gets a call
 
 
 class Exchange:
@@ -61,32 +71,81 @@ class Exchange:
     self._epoch = -1
     self._first_allowed = 0  # the oldest epoch that was not interrupted
     self._links: dict[int, list[Link]] = {}  # by member, and by stream
+    self._addresses: dict[int, str] = {}  # of the members of the last epoch
     self._crew = Crew()
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
 
   def connect(self, epoch: int, peers: Mapping[int, str]) -> None:
-    """Connects with the peers of an epoch, {member: address}, this member included. Drops all earlier connections.
-    Epochs ascend. Raises PeerLost with the members that refuse or cannot be reached in time, and without members if
-    `interrupt` has named a later epoch."""
+    """Connects with the peers of an epoch, {member: address}, this member included. Keeps connections with members that
+    stay, and closes all others. Epochs ascend. Raises PeerLost with the members that refuse, cannot be reached or do
+    not begin this epoch in time, or have begun a later one, and without members if `interrupt` has named a later epoch.
+    """
     assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
-    self._drop_links()
+    for member, links in list(self._links.items()):
+      if self._addresses[member] != peers.get(member) or any(link.is_broken for link in links):
+        self._drop(member)
     with self._lock:
       self._stop.close()
       self._stop, self._epoch = Stop(), epoch
       if epoch < self._first_allowed:
         self._stop.set()
+    self._addresses = dict(peers)
     streams = [(member, stream) for member in sorted(peers) for stream in range(self._streams)]
     # Of two members, the one with the higher id connects.
-    self._listener.begin(epoch, [(member, stream) for member, stream in streams if member > self._member])
+    callers = [key for key in streams if key[0] > self._member]
     # It begins with the ids next to it, so that not all members connect to the first one at once.
     calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in reversed(streams) if m < self._member}
+    self._listener.begin(epoch, callers)
     deadline = time.monotonic() + self._connect_seconds
     with self._in_epoch():
-      for call, sock in sorted(dial(self._token, calls, self._stop, deadline).items()):
-        self._links.setdefault(call.listener, []).append(Link(call.listener, sock, self._stop))
-      for (member, _), sock in self._listener.claim(self._stop, deadline).items():
-        self._links.setdefault(member, []).append(Link(member, sock, self._stop))
+      for link in itertools.chain(*self._links.values()):
+        with contextlib.suppress(PeerLost):  # the connection is broken
+          link.begin(epoch, self._stop)
+      self._dial(calls, deadline)
+      self._await_marks(deadline)
+      self._dial(calls, deadline)
+      for member in self._links.keys() & self._listener.arrived():
+        if member > self._member:  # it has given up its earlier connection
+          self._drop(member)
+      self._listener.begin(epoch, [key for key in callers if key[0] not in self._links])
+      self._add(self._listener.claim(self._stop, deadline))
+
+  def _dial(self, calls: Mapping[Call, str], deadline: float) -> None:
+    """Makes the connections that are missing."""
+    missing = {call: address for call, address in calls.items() if call.listener not in self._links}
+    made = dial(self._token, missing, self._stop, deadline)
+    self._add({(call.listener, call.stream): made[call] for call in sorted(made)})
+
+  def _add(self, made: Mapping[tuple[int, int], socket.socket]) -> None:
+    """Connections that both sides have made for this epoch, by member and stream."""
+    for (member, _), sock in made.items():
+      self._links.setdefault(member, []).append(Link(member, sock, self._stop, self._epoch))
+
+  def _await_marks(self, deadline: float) -> None:
+    """Returns when all connections have carried the marks of this epoch. Drops those of a peer if one breaks."""
+    waiting = able = set(itertools.chain(*self._links.values()))
+    late_at = deadline - self._connect_seconds + min(_LATE_SECONDS, self._connect_seconds / 2)
+    with contextlib.closing(Poll(self._stop)) as poll:
+      while waiting:
+        for link in able & waiting:
+          with contextlib.suppress(PeerLost):  # the connection is broken
+            is_sent, has_begun = link.flush(), link.skip_to(self._epoch)
+            poll.watch(link, reads=not has_begun, writes=not is_sent)
+            waiting -= {link} if is_sent and has_begun else set()
+          if link.epoch > self._epoch:
+            raise PeerLost([link.member], f"the peer has begun epoch {link.epoch}")
+        is_late = time.monotonic() >= late_at
+        for member in {link.member for link in waiting if link.is_broken or (is_late and link.member < self._member)}:
+          waiting -= set(self._links[member])
+          for link in self._links[member]:
+            poll.watch(link, reads=False, writes=False)
+          self._drop(member)
+        if waiting and time.monotonic() >= deadline:
+          raise PeerLost({link.member for link in waiting}, "no sign of this epoch within the time limit")
+        able = waiting
+        with contextlib.suppress(PeerLost):  # a host is dead
+          able = set(itertools.chain(*poll.wait())) if waiting else able
 
   def reduce(
     self,
@@ -117,9 +176,9 @@ class Exchange:
 
     Raises PeerLost if a connection fails or `interrupt` is called, MismatchedCall if the members disagree, and errors
     of reading `own`, which `interrupt` cannot end. After any error this epoch is over for this member, and `out` is
-    undefined. The other connections stay open until the next `connect`, so that peers see only the failures that really
-    happened: report the error to the supervisor, which ends the epoch for them. There is no time limit: a peer may
-    compile, and the supervisor notices a peer that hangs.
+    undefined. The other connections stay open, so that peers see only the failures that really happened: report the
+    error to the supervisor, which ends the epoch for them. There is no time limit: a peer may compile, and the
+    supervisor notices a peer that hangs.
     """
     assert set(dealt) == {self._member, *self._links}, f"{list(dealt)}, not the members of the epoch"
     arrays = [out, *(data for data in own.values() if isinstance(data, np.ndarray))]
@@ -163,7 +222,8 @@ class Exchange:
     """Closes all connections and ends all threads."""
     self._stop.set()
     self._crew.close()
-    self._drop_links()
+    for member in list(self._links):
+      self._drop(member)
     self._listener.close()
     with self._lock:
       self._stop.close()
@@ -176,13 +236,15 @@ class Exchange:
       raise over
     try:
       yield
-    except Stopped:
-      raise over from None
-    except BaseException:
+    except BaseException as error:
       self._stop.set()
+      for link in itertools.chain(*self._links.values()):
+        # A signal may have come between a system call and the record of its bytes.
+        link.cut(is_broken=not isinstance(error, PeerLost | Stopped))
+      if isinstance(error, Stopped):
+        raise over from None
       raise
 
-  def _drop_links(self) -> None:
-    for link in itertools.chain(*self._links.values()):
+  def _drop(self, member: int) -> None:
+    for link in self._links.pop(member):
       link.close()
-    self._links.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import select
@@ -44,19 +45,6 @@ class Stop:
       if not was_set and not self._is_closed:
         os.write(self._write, b"s")  # never read, so that it wakes every thread
 
-  def wait(self, sock: socket.socket, event: int, deadline: float | None = None) -> None:
-    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending on `sock`. Raises Stopped if the flag is
-    set, and TimeoutError at `deadline` (time.monotonic seconds)."""
-    poller = select.poll()
-    self.watched_by(poller)
-    poller.register(sock, event)
-    milliseconds = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
-    ready = poller.poll(milliseconds)
-    if self._is_set:
-      raise Stopped
-    if not ready:
-      raise TimeoutError("no answer within the time limit")
-
   def watched_by(self, poll: select.poll) -> None:
     """Makes `poll` return once the flag is set."""
     poll.register(self._read, select.POLLIN)
@@ -78,6 +66,7 @@ class Kind(IntEnum):
   STATE_HEADER = 3  # JSON that describes the arrays of a state
   STATE_ARRAY = 4  # a chunk of the bytes of one array of a state
   QUESTION = 5  # nothing: whether the host lives
+  EPOCH = 6  # nothing: the sender has begun the epoch `call`, and what follows belongs to it
 
 
 # magic, kind, share or array, bucket or chunk, call, bytes and checksum of the payload. The CRC-32 of these fields
@@ -123,19 +112,22 @@ class Link:
   """Sends and receives frames. One thread may send while another one receives. Every error of the connection, a dead
   host and a wrong checksum raise PeerLost with the peer's member id. If `stop` is set, waiting raises Stopped.
 
-  `post`, `flush` and `read` never wait: `Poll` waits for many links at once.
+  `post`, `flush`, `read` and `skip_to` never wait: `Poll` waits for many links at once.
   """
 
-  def __init__(self, member: int, sock: socket.socket, stop: Stop) -> None:
+  def __init__(self, member: int, sock: socket.socket, stop: Stop, epoch: int) -> None:
     self.member = member
+    self.epoch = epoch  # the newest one that the peer is known to have begun
+    self.is_broken = False  # the next epoch needs another connection
     self.unsent = 0  # bytes that were posted and not sent yet
     self._sock = sock
     self._stop = stop
-    self._waiting: deque[memoryview] = deque()  # the unsent bytes
+    self._waiting: deque[memoryview] = deque()  # the unsent bytes: the rest of a payload, then headers and payloads
     self._header = bytearray(_HEADER_BYTES)
     self._missing = memoryview(self._header)  # what is to be filled next, of the header or of the payload
     self._frame: Frame | None = None  # the one whose payload is being received
     self._payload = _NOTHING  # its memory
+    self._discarded = 0  # bytes of a payload of an earlier epoch that have not arrived yet
     self._liveness = Liveness(sock, self._ask)
     self._lock = threading.RLock()  # of the bytes to send
     sock.setblocking(False)
@@ -159,13 +151,13 @@ class Link:
       return self._flush()
 
   def _flush(self) -> bool:
-    while self.unsent:
+    while self._waiting:
       try:
         sent = self._sock.sendmsg(itertools.islice(self._waiting, _MOST_BUFFERS))
       except BlockingIOError:
         return False
       except OSError as error:
-        raise self._lost(error) from error
+        raise self._lost(error.strerror or str(error)) from error
       self.unsent -= sent
       while self._waiting and sent >= len(self._waiting[0]):
         sent -= len(self._waiting.popleft())
@@ -177,23 +169,46 @@ class Link:
     """Receives what has arrived of one frame, and returns the frame once all of it has arrived. begin(frame): called
     with the header; returns the memory for the payload, bytes. Raises MismatchedCall if it has another size: no length
     from the network decides how much memory is allocated."""
-    while True:
-      try:
-        received = self._sock.recv_into(self._missing[:_CHUNK])
-      except BlockingIOError:
-        return None
-      except OSError as error:
-        raise self._lost(error) from error
-      if received == 0:
-        raise PeerLost([self.member], "the peer closed the connection")
+    while received := self._receive(self._missing):
       self._missing = self._missing[received:]
       if len(self._missing) == 0 and self._frame is None:
         self._begin(begin)
       if len(self._missing) == 0 and (frame := self._frame):
         if checksum(self._payload) != frame.checksum:
-          raise PeerLost([self.member], f"the checksum of {frame.name} is wrong")
+          raise self._lost(f"the checksum of {frame.name} is wrong")
         self._frame, self._payload, self._missing = None, _NOTHING, memoryview(self._header)
         return frame
+    return None
+
+  def cut(self, is_broken: bool = False) -> None:
+    """The epoch is over: the connection uses no memory of its callers any more. Frames that were not begun are dropped.
+    The rest of a frame that was begun is copied, to be sent; a payload that was being received is discarded."""
+    self.is_broken |= is_broken
+    with self._lock:
+      begun = len(self._waiting) % 2 or 2 * (self.unsent > 0 and len(self._waiting[0]) < _HEADER_BYTES)
+      rest = b"".join(itertools.islice(self._waiting, begun))
+      self._waiting, self.unsent = deque([memoryview(rest)] * bool(rest)), len(rest)
+    if self._frame:
+      self._discarded, self._missing = len(self._missing), memoryview(self._header)
+      self._frame, self._payload = None, _NOTHING
+
+  def begin(self, epoch: int, stop: Stop) -> None:
+    """Sends the mark of an epoch that this side has begun, or posts it. `skip_to` shows when the peer has begun it."""
+    self.cut()
+    self._stop = stop
+    self.post(Kind.EPOCH, epoch, 0, 0, _NOTHING, known=0)
+    self.flush()
+
+  def skip_to(self, epoch: int) -> bool:
+    """Discards some bytes that the peer sent before it began this epoch. Returns whether none are left: the peer has
+    begun this epoch or a later one."""
+    if self._discarded:
+      self._discarded -= self._receive(memoryview(bytearray(min(self._discarded, _CHUNK))))
+    elif self.epoch < epoch:
+      self._missing = self._missing[self._receive(self._missing) :]
+      if len(self._missing) == 0:
+        self._discarded = self._next_header().length
+    return self.epoch >= epoch and not self._discarded
 
   def send(self, kind: Kind, call: int, share: int, bucket: int, payload: memoryview, known: int | None = None) -> None:
     """Posts a frame, and returns when it is sent."""
@@ -213,7 +228,7 @@ class Link:
   def check(self) -> None:
     """Raises PeerLost if the peer's host is dead. To be called several times a second while a thread waits."""
     if self._liveness.is_dead():
-      raise PeerLost([self.member], "the peer's host does not answer")
+      raise self._lost("the peer's host does not answer")
 
   def _ask(self) -> None:
     with self._lock:
@@ -222,40 +237,59 @@ class Link:
         self._flush()
 
   def _wait(self, event: int) -> None:
-    """Returns when `event` is pending, or from time to time."""
-    try:
-      self._stop.wait(self._sock, event, time.monotonic() + CHECK_SECONDS)
-    except TimeoutError:
+    """Returns when `event` (select.POLLIN or POLLOUT) or an error is pending, or from time to time."""
+    poll = select.poll()
+    self._stop.watched_by(poll)
+    poll.register(self._sock, event)
+    ready = poll.poll(1000 * CHECK_SECONDS)
+    if self._stop.is_set:
+      raise Stopped
+    if not ready:
       self.check()
 
   def wait_closed(self, seconds: float) -> None:
     """Returns when the peer has closed the connection, or after `seconds`. Drops what it still sends."""
-    deadline = time.monotonic() + seconds
+    deadline, self.is_broken = time.monotonic() + seconds, True
     poll = select.poll()
     poll.register(self._sock, select.POLLIN)
-    while (left := deadline - time.monotonic()) > 0:
-      try:
-        if poll.poll(1000 * left) and not self._sock.recv(_CHUNK):
-          return
-      except BlockingIOError:
-        continue
-      except OSError:
-        return
+    with contextlib.suppress(PeerLost):
+      while (left := deadline - time.monotonic()) > 0:
+        if poll.poll(1000 * left):
+          self._receive(memoryview(bytearray(_CHUNK)))
 
   def close(self) -> None:
     self._sock.close()
 
+  def _receive(self, into: memoryview) -> int:
+    """Receives bytes that have arrived, and returns how many; 0: none."""
+    try:
+      received = self._sock.recv_into(into[:_CHUNK])
+    except BlockingIOError:
+      return 0
+    except OSError as error:
+      raise self._lost(error.strerror or str(error)) from error
+    if received == 0:
+      raise self._lost("the peer closed the connection")
+    return received
+
+  def _next_header(self) -> Frame:
+    """The header that has arrived. The next one is expected."""
+    magic, *fields = _FIELDS.unpack_from(self._header)
+    (number,) = _CHECKSUM.unpack_from(self._header, _FIELDS.size)
+    if magic != _MAGIC or number != zlib.crc32(self._header[: _FIELDS.size]):
+      raise self._lost("the header of a frame is damaged")
+    frame, self._missing = Frame(*fields), memoryview(self._header)
+    if frame.kind == Kind.EPOCH:
+      self.epoch = max(self.epoch, frame.call)
+    return frame
+
   def _begin(self, begin: Callable[[Frame], memoryview]) -> None:
     """The header has arrived: prepares for the payload."""
-    magic, *fields = _FIELDS.unpack_from(self._header)
-    if magic != _MAGIC or _CHECKSUM.unpack_from(self._header, _FIELDS.size)[0] != zlib.crc32(
-      self._header[: _FIELDS.size]
-    ):
-      raise PeerLost([self.member], "the header of a frame is damaged")
-    frame = Frame(*fields)
+    frame = self._next_header()
     if frame.kind == Kind.QUESTION:
-      self._missing = memoryview(self._header)
       return
+    if frame.kind == Kind.EPOCH:
+      raise PeerLost([self.member], f"the peer has begun epoch {frame.call}")
     into = begin(frame)
     if frame.length != len(into):
       raise MismatchedCall(
@@ -264,8 +298,9 @@ class Link:
       )
     self._frame, self._payload, self._missing = frame, into, into
 
-  def _lost(self, error: OSError) -> PeerLost:
-    return PeerLost([self.member], error.strerror or str(error))
+  def _lost(self, reason: str) -> PeerLost:
+    self.is_broken = True
+    return PeerLost([self.member], reason)
 
 
 class Poll:

@@ -162,7 +162,7 @@ def test_connect_names_members_that_do_not_call_within_the_time_limit():
 
 
 def test_a_caller_that_is_early_waits_for_the_epoch():
-  with members(2) as those:
+  with members(2, connect_seconds=2) as those:
     early = threading.Thread(target=those.all[1].connect, args=(4, {0: those.all[0].address, 1: "unused"}))
     early.start()
     early.join(10)

@@ -40,13 +40,13 @@ class SliceWitness:
     """full: the program of the view. guard: waits for its slices."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
     self._guard = guard
-    self.record: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
+    self.proof: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
     self._agreed: dict[int, str] = {}  # {slice: its last comparison without a difference, in this attempt}
 
   def before_step(self, state: TrainState, n: int) -> TrainState:
     """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
     SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
-    self.record = {}
+    self.proof = {}
     period, faults = self._config.elastic.witness_period, self._elastic.faults
     for slice_id, devices in zip(self._view.slices, self._view.devices):
       params = faults.flips("flip_weight", slice_id, devices)(state.params)
@@ -73,7 +73,7 @@ class SliceWitness:
       return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
 
     members = self._agree(f"step {n}", drawn.members, sums)
-    self.record = {"share": drawn.share, "members": members}
+    self.proof = {"witness": {"share": drawn.share, "members": members}}
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""

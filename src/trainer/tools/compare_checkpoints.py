@@ -82,9 +82,9 @@ def entries(place: str) -> tuple[Entries, bool]:
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()
   if not steps or (step and int(step) not in steps):
-    found = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
+    there = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
     raise ConfigError(
-      f"{place}: has no {found}.\nGive RUN_DIR, RUN_DIR@STEP, the folder of a checkpoint, or a Hugging Face folder."
+      f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, the folder of a checkpoint, or a Hugging Face folder."
     )
   number = int(step) if step else steps[-1]
   return of_checkpoint(folders.directory / str(number), folders.verify(number)), False

@@ -17,12 +17,12 @@ CASES = [
   (Due(evaluation=True), Actions(record=True, evaluate=True), Actions(record=True, evaluate=True)),
   (
     Due(evaluation=True, checkpoint=True),
-    Actions("late", True, evaluate=True, save="due"),
+    Actions("early", True, evaluate=True, save="due"),
     Actions(record=True, evaluate=True, save="due"),
   ),
   (
     Due(evaluation=True, snapshot=True),
-    Actions("late", True, evaluate=True),
+    Actions("early", True, evaluate=True),
     Actions(record=True, evaluate=True),
   ),
   (Due(resize=True), Actions("late", True, end="slice_up"), Actions(record=True, save="final", end="slice_up")),
@@ -74,10 +74,10 @@ def test_rules_for_every_combination(uses_snapshots):
     assert actions.evaluate == (due.evaluation and (due.last or not due.stop)), due
     if due.checkpoint:
       assert actions.save != "none", due
-    if due.last or not uses_snapshots:
+    if (due.last and not due.evaluation) or not uses_snapshots:
       assert actions.snapshot == "none", due
     elif due.snapshot or due.checkpoint:
       assert actions.snapshot != "none", due
-    # A snapshot that comes before an evaluation would not repeat the step if the evaluation failed.
-    if actions.snapshot == "early":
-      assert not actions.evaluate, due
+    # A slice that is lost in an evaluation costs no step, unless the attempt would end anyway.
+    if actions.evaluate and actions.snapshot != "none":
+      assert (actions.snapshot == "early") == (actions.end != "slice_up"), due

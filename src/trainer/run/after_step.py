@@ -35,15 +35,15 @@ def decide(due: Due, *, uses_snapshots: bool) -> Actions:
   - Nothing is evaluated or saved before the step is recorded, that is, known to be good.
   - On SIGTERM the grace period is short: no evaluation begins, and one that is under way stops. Then the caller asks
     again, with `stop` and without `last`.
-  - No snapshot after the last step. A snapshot comes after an evaluation, so that a failed evaluation repeats the step;
-    otherwise it is taken early, while the step is still being computed.
+  - A snapshot is taken early, while the step is still being computed, so that a slice that is lost in the evaluation or
+    the save costs no step. After the last step only an evaluation needs one.
   - A resize passes the state on in a snapshot, or in a persistent checkpoint if the run takes no snapshots.
   """
   stop, resize = due.stop and not due.last, due.resize and not due.last
   evaluate = due.evaluation and not stop
   snapshot: Literal["none", "early", "late"] = "none"
-  if uses_snapshots and not due.last and (due.snapshot or due.checkpoint or resize):
-    snapshot = "late" if due.evaluation or resize else "early"
+  if uses_snapshots and (due.snapshot or due.checkpoint or resize) and (evaluate or not due.last):
+    snapshot = "late" if resize else "early"
   final = due.last or stop or (resize and not uses_snapshots)
   return Actions(
     snapshot=snapshot,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import math
@@ -29,6 +30,14 @@ _SHOWN = 20  # tokens
 _DIGESTS = 64  # steps whose digests wait for `Loader.digest`: more than are read ahead
 
 
+@dataclasses.dataclass
+class _Digest:
+  """The sum of the digests of `rows`."""
+
+  rows: set[int] = dataclasses.field(default_factory=set)
+  total: int = 0
+
+
 class Loader:
   """Batches as a pure function of (step, row): row r of step s is example s * global_batch_size + r of the source.
 
@@ -50,7 +59,7 @@ class Loader:
     """Number of the order of the examples; see `order`."""
     self._id = short(source.fingerprint())
     self._read: dict[str, int] = {}  # examples of each source that were read before the resume
-    self._digests: dict[int, dict[int, int]] = {}  # {step: {row: digest}} of rows that were read
+    self._digests: dict[int, _Digest] = {}  # {step: digest of the rows that were read}
     self._digests_wanted: Callable[[], bool] = lambda: False
 
   @property
@@ -134,13 +143,14 @@ class Loader:
     self._digests_wanted = wanted
 
   def _keep_digests(self, step: int, rows: Iterable[int], batch: Batch) -> None:
-    known = self._digests.setdefault(step, {})
+    known = self._digests.setdefault(step, _Digest())
     for row, *fields in zip(rows, *batch):
-      if row >= 0:
+      if row >= 0 and row not in known.rows:
         content = hashlib.sha256(row.to_bytes(8, "big"))
         for field in fields:
           content.update(np.ascontiguousarray(field))
-        known[row] = int.from_bytes(content.digest()[:16], "big")
+        known.rows.add(row)
+        known.total += int.from_bytes(content.digest()[:16], "big")
     while len(self._digests) > _DIGESTS:  # of a process that has stopped to ask
       self._digests.pop(next(iter(self._digests)), None)
 
@@ -151,12 +161,11 @@ class Loader:
         self._keep_missing(step)
 
   def _keep_missing(self, step: int) -> None:
-    known = self._digests.get(step, {})
+    known = self._digests.get(step, _Digest()).rows
     if len(known) == self._global_batch_size:
       return
-    for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
-      if row not in known:
-        self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
+    for row in sorted(set(range(self._global_batch_size)) - known):  # one at a time: a batch of many hosts is large
+      self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
 
   def digest(self, step: int) -> str:
     """32 hex digits of all examples of the batch of `step`: the sum of a hash of each row with its number, so it does
@@ -165,7 +174,7 @@ class Loader:
       self._keep_missing(step)
     except DataError:
       return ""
-    return f"{sum(self._digests.pop(step).values()) % 2**128:032x}"
+    return f"{self._digests.pop(step).total % 2**128:032x}"
 
   def mean_weight(self, step: int) -> float:
     """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""

@@ -53,6 +53,8 @@ class NumberedLoader:
     numbers = np.where(rows >= 0, 1000 * index + rows, 0)[:, None] + np.zeros((1, T))
     return Batch(*(numbers.astype(field.dtype) for field in build(config(), 1, 1).batch[0]))
 
+  def prepare_digest(self, step: int) -> None: ...
+
 
 @pytest.mark.parametrize(
   ("share", "slices", "devices", "accumulation", "size"),

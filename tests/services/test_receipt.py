@@ -145,6 +145,15 @@ def forged(lines: list[bytes]) -> list[bytes]:
   return new
 
 
+@pytest.mark.parametrize("wrong", [{"loss": "zz"}, {"loss": None}, {"state": "no"}, {"examples": 7}])
+def test_a_line_that_no_program_writes_is_found_though_its_hash_is_right(written, wrong):
+  first, second, *_ = receipt.read(str(written))
+  line, _ = receipt.sealed({"step": 1, "examples": "", "loss": "nan"} | wrong, json.loads(first)["hash"])
+  assert receipt.check([first, f"{line}\n".encode()])[1] and receipt.check([first, second])[1] == []
+  bare, _ = receipt.sealed({"after": 0}, "")
+  assert "it lacks fields" in receipt.check([f"{bare}\n".encode()])[1][0]
+
+
 def test_only_a_signature_tells_a_forged_receipt(tmp_path, written, key):
   assert receipt.check(forged(list(receipt.read(str(written)))))[1] == []  # self-attested: docs/trust.md says so
   Process(tmp_path / "signed", key[0]).steps(1, 2, 3).metrics.close()

@@ -11,12 +11,13 @@ from tests.support.command import TINY
 
 import trainer
 from input_pipeline.synthetic import SyntheticSource
+from trainer.config.errors import ConfigError
 from trainer.services import receipt
 from trainer.tools import compare_checkpoints, replay, verify
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "
-  "receipt_state_period=2 eval_steps=0 warmup_steps_fraction=0"
+  "receipt_state_period=2 eval_steps=0 warmup_steps_fraction=0 opt_type=sgd remat_policy=none"
 ).split()
 CHANGED = 7  # the step with one changed example
 
@@ -33,9 +34,7 @@ class OneChanged(SyntheticSource):
 def runs(tmp_path_factory, compiled):
   """(the folder of a run, of the same with one changed example)."""
   folder = tmp_path_factory.mktemp("runs")
-  config = lambda name: trainer.load(
-    *TINY, *KEYS, f"base_output_directory={folder}", f"run_name={name}", compiled
-  )
+  config = lambda name: trainer.load(*TINY, *KEYS, f"base_output_directory={folder}", f"run_name={name}", compiled)
   assert trainer.Run(config("a")).train()
   own = OneChanged(vocab_size=64, length=16, seed=0, stream=0)
   assert trainer.Run(config("b"), own).train()
@@ -80,7 +79,7 @@ def test_steps_that_are_computed_again_have_the_same_bits(runs, capsys):
 
 
 def test_other_slices_compute_losses_within_the_tolerance(runs, capsys):
-  code, printed = ended(capsys, runs[0], "--replay", "1:4", "num_slices=1")
+  code, printed = ended(capsys, runs[0], "--replay", "5:6", "num_slices=1")
   assert code == 0 and "agree within 1e-05" in printed and "Equal bits are not promised: slices 2 and now 1" in printed
 
 
@@ -96,7 +95,7 @@ def test_a_replay_names_the_first_step_and_array_that_differ(run, capsys):
   (run / receipt.FILE).write_text("".join(lines))
   assert ended(capsys, run)[0] == 0  # self-attested: docs/trust.md says so
   code, printed = ended(capsys, run, "--replay", "5:8")
-  assert code == 1 and "step 6: the state differs, first in params.lm_head (1 of 45 arrays)" in printed, printed
+  assert code == 1 and "step 6: the state differs, first in params.lm_head (1 of 30 arrays)" in printed, printed
 
 
 def test_what_differs_from_the_receipt_is_named(run, capsys):
@@ -159,12 +158,25 @@ def test_two_replays_find_the_step_between_two_recorded_states(runs, capsys, mon
     (["{run}", "--replay", "4:3"], "is not FROM:TO"),
     (["{run}", "--replay", "9:13"], "no step 13, but 1 to 12"),
     (["{run}", "--replay", "9:12", "nun_slices=1"], "nun_slices"),
+    (["{run}", "--replay", "9:12", "num_slices=x"], "num_slices must be a whole number"),
+    (["ftp://host/run"], "is not gs://BUCKET/FOLDER"),
+    (["{run}/config.yml"], "has no receipt.jsonl"),
     (["{run}", "--public-key", "{run}/config.yml"], "cannot be read"),
   ],
 )
 def test_wrong_input_is_refused(runs, capsys, arguments, message):
   code, printed = ended(capsys, *(text.format(run=runs[0]) for text in arguments))
   assert code == 2 and message in printed, printed
+
+
+def test_a_replay_of_steps_with_another_batch_is_refused():
+  """The run was resumed after step 4 with allow_config_change=global_batch_size."""
+  start = lambda after, batch: {"after": after, "config": {}, "data": {"global_batch_size": batch}}
+  lines = [start(0, 4), start(4, 8), start(6, 8)]
+  for base, last, after in ((0, 4, 0), (4, 9, 4)):
+    assert replay._start(lines, base, last)["after"] == after
+  with pytest.raises(ConfigError, match=r"--replay ...:5: global_batch_size changed after step 4"):
+    replay._start(lines, 0, 5)
 
 
 def test_a_replay_needs_a_checkpoint_before_it(run, capsys):
@@ -184,13 +196,21 @@ def compared(capsys, *places) -> tuple[int, str]:
 
 def test_checkpoints_are_compared_array_by_array(runs, capsys):
   a, b = runs
-  assert compared(capsys, f"{a}@4", f"{b}@4") == (0, "45 arrays compared, 0 differences\n")
+  assert compared(capsys, f"{a}@4", f"{b}@4") == (0, "30 arrays compared, 0 differences\n")
   code, printed = compared(capsys, a, f"{b}:12")
   assert code == 1 and "params.lm_head: 1024 of 1024 values differ in " in printed, printed
-  assert "step:" not in printed and "45 arrays compared" in printed
+  assert "step:" not in printed and "30 arrays compared" in printed
   assert compared(capsys, a / "checkpoints" / "8", f"{a}@8")[0] == 0
   code, printed = compared(capsys, a, f"{a}@5")
   assert code == 2 and "has no checkpoint 5; there are [4, 8, 12]" in printed
+
+
+def test_a_damaged_checkpoint_is_no_input_of_a_comparison(run, capsys):
+  largest = max((run / "checkpoints" / "8" / "state").rglob("?" * 32), key=lambda path: path.stat().st_size)
+  largest.write_bytes(largest.read_bytes()[:-10])
+  for place in (run / "checkpoints" / "8", f"{run}@8"):
+    code, printed = compared(capsys, place, f"{run}@4")
+    assert code == 2 and "bytes instead of" in printed
 
 
 def test_differences_are_counted_in_values_and_bits():

@@ -44,7 +44,6 @@ class OneController:
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
-    self.proof = dict[str, Any](computed=dict(zip(map(str, view.slices), program.plan.ranges)))
     self._witness = SliceWitness(config, session, elastic, view, program, guard)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
@@ -79,6 +78,7 @@ class OneController:
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
     state = self._witness.before_step(state, n)
+    self.proof = {"computed": dict(zip(map(str, self._view.slices), self._program.plan.ranges))} | self._witness.proof
     result = self._compiled_step(state, self._on_slices(rounds))
     self._steps += 1
     if self._steps == _PREPARE_AFTER:

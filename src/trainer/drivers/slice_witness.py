@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
 from jax import Device
@@ -39,6 +40,7 @@ class SliceWitness:
     """full: the program of the view. guard: waits for its slices."""
     self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
     self._guard = guard
+    self.proof: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
     # {slice: its last comparison without a difference, in this attempt}. States are equal after wrong sums, too.
     self._equal_states: dict[int, str] = {}
     self._equal_sums: dict[int, str] = {}
@@ -46,6 +48,7 @@ class SliceWitness:
   def before_step(self, state: TrainState, n: int) -> TrainState:
     """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
     SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
+    self.proof = {}
     period, faults = self._config.elastic.witness_period, self._elastic.faults
     for slice_id, devices in zip(self._view.slices, self._view.devices):
       params = faults.flips("flip_weight", slice_id, devices)(state.params)
@@ -72,7 +75,8 @@ class SliceWitness:
       trees = flips[slice_id]([part.tree for part in parts])
       return checks.read_share(checks.of_share(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)]))
 
-    self._agree(self._equal_sums, f"step {n}", drawn.members, sums)
+    members = self._agree(self._equal_sums, f"step {n}", drawn.members, sums)
+    self.proof = {"witness": {"share": drawn.share, "members": members}}
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""
@@ -90,8 +94,11 @@ class SliceWitness:
     _, _, checks = self._of(slice_id)
     return checks.read_state(checks.of_state(state))
 
-  def _agree(self, equal: dict[int, str], what: str, members: Collection[int], compute: Callable[[int], Sums]) -> None:
-    """Compares what the slices `members` compute, and others if they differ. equal: the last comparisons."""
+  def _agree(
+    self, equal: dict[int, str], what: str, members: Collection[int], compute: Callable[[int], Sums]
+  ) -> list[int]:
+    """Compares what the slices `members` compute, and others if they differ. Returns the slices that agree. equal: the
+    last comparisons."""
     witness, wanted, alive = Witness(), members, self._view.slices
     while True:
       for slice_id in wanted:
@@ -99,7 +106,7 @@ class SliceWitness:
       found = witness.verdict(0, alive)
       if found.kind == "equal":
         equal |= dict.fromkeys(members, what)
-        return
+        return sorted(witness.sums)
       if found.kind not in ("ask", "again"):
         break
       wanted = found.members
@@ -115,6 +122,7 @@ class SliceWitness:
       self._session.cluster.bar(found.members)
     if found.kind != "transient":
       raise SliceWrong(alarm_line(record), found.members if found.kind == "removed" else ())
+    return sorted(witness.sums)
 
 
 def _by_slice(state: TrainState, devices: Sequence[Sequence[Device]]) -> list[TrainState]:

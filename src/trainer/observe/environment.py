@@ -20,7 +20,7 @@ _GIT_SECONDS = 2.0  # a slow network file system must not delay the start
 def describe() -> dict[str, Any]:
   """git_commit (None outside a checkout), command, host, versions: fields of the run_start event."""
   return {
-    "git_commit": git_commit(Path(trainer.__file__)),
+    "git_commit": _own_commit(),
     "command": shlex.join(sys.orig_argv),
     "host": host(),
     "versions": versions(),
@@ -33,6 +33,11 @@ def host() -> str:
 
 
 @functools.cache
+def _own_commit() -> str | None:
+  """The commit that this process has loaded."""
+  return git_commit(Path(trainer.__file__))
+
+
 def git_commit(file: Path) -> str | None:
   """The commit of the checkout that tracks `file`, with "-dirty" if tracked files have changes.
 

@@ -183,7 +183,7 @@ class Metrics:
       callback(record)
 
   def _write(self, record: StepRecord) -> None:
-    fields = dataclasses.asdict(record) | self._events.stamp()
+    fields = vars(record) | self._events.stamp()  # a deep copy would take longer than everything else here
     for optional in ("z_loss", "router_load_max", "router_load_min", "router_entropy", "examples", "slice_seconds"):
       if fields[optional] is None:
         del fields[optional]

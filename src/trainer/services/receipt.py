@@ -26,6 +26,7 @@ from trainer.run.plugins import Opened, Plugin
 from trainer.run.run_data import RunData
 
 FILE = "receipt.jsonl"
+DEVICES = {"slices", "devices_per_slice", "platform", "kind"}  # what a replay must know
 NUMBERS = ("loss", "grad_norm", "weights")  # of the record of a step: in a line `weights` is `tokens`
 _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
 _HASH = ',"hash":"'  # begins what follows the fields of a line
@@ -84,18 +85,34 @@ def _wrong(raw: bytes, prev: str, step: int, public_key: Any) -> str:
     is_whole = body + _tail(stated, signature).encode() + b"\n" == raw and isinstance(place, int)
     if not is_whole or hashlib.sha256(body + b"}").hexdigest() != stated:
       return "it was changed: its hash is another one"
-    before = line["prev"]
+    before, is_complete = line["prev"], _is_complete(line)
   except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
     return "it is damaged"
   if before != prev:
     return "it does not follow the line before it: lines were removed, added or moved"
   if step == -1 and "after" not in line:
     return "the first line does not say which run this is"
+  if not is_complete:
+    return "it lacks fields, or has wrong values: no version of this program writes it"
   if place != step + ("step" in line) and step != -1:
     return f"it is of step {place} and follows step {step}"
   if public_key is not None and not _signed(public_key, signature, stated):
     return "it is not signed with this key"
   return ""
+
+
+def _is_complete(line: Line) -> bool:
+  """Whether a line has what its readers need, in the form that they need."""
+  if "step" not in line:
+    found = [line.get(name) for name in ("config", "data", "code", "versions", "devices")]
+    return all(isinstance(one, dict) for one in found) and line["devices"].keys() >= DEVICES and "computes" in line
+  numbers = [line[name] for name in ("loss", "grad_norm", "tokens") if name in line or name == "loss"]
+  state = line.get("state", {})
+  return (
+    isinstance(line["examples"], str)
+    and all(re.fullmatch("nan|[0-9a-f]{8}", number) for number in numbers)
+    and all(isinstance(one, str) for one in state.values())
+  )
 
 
 def _signed(public_key: Any, signature: str, stated: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from trainer.checkpoint import array_parts, checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
-from trainer.checkpoint.step_folders import META, StepFolders
+from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
 from trainer.config.errors import ConfigError
 from trainer.tools.ends import exit_code
 from trainer.weights import sources
@@ -71,7 +71,9 @@ def entries(place: str) -> tuple[Entries, bool]:
   place = os.path.expanduser(place).rstrip("/")
   folder = run_id.folder(place)
   if (folder / META).exists():
-    return of_checkpoint(folder, checksums.parse(checksums.read(folder / META), META)), False
+    manifest, meta = (checksums.parse(checksums.read(folder / name), name) for name in (MANIFEST, META))
+    checksums.check(folder, manifest)
+    return of_checkpoint(folder, meta), False
   if (folder / sources.CONFIG).exists():
     found = sources.open_source(place)
     whole = lambda stored: functools.partial(stored.part, (slice(None),) * len(stored.weight.shape))
@@ -80,9 +82,9 @@ def entries(place: str) -> tuple[Entries, bool]:
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()
   if not steps or (step and int(step) not in steps):
+    there = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
     raise ConfigError(
-      f"{place}: has no checkpoint {step}; there are {steps or 'none'}.\nGive RUN_DIR, RUN_DIR@STEP, the folder of a "
-      "checkpoint, or a Hugging Face folder."
+      f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, the folder of a checkpoint, or a Hugging Face folder."
     )
   number = int(step) if step else steps[-1]
   return of_checkpoint(folders.directory / str(number), folders.verify(number)), False

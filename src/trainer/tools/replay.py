@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -25,7 +27,7 @@ from trainer.world import SINGLE_WORLD
 _NOTHING_ELSE = (
   "run_name=replay receipt_state_period=1 receipt_key_path= enable_checkpointing=true checkpoint_period=2000000000 "
   "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 hf_export_period=0 enable_emergency_checkpoint=false "
-  "local_checkpoint_period=0 local_checkpoint_directory= allow_config_change= eval_steps=0 eval_interval=-1 "
+  "local_checkpoint_period=0 local_checkpoint_directory= eval_steps=0 eval_interval=-1 "
   "eval_tasks= eval_sets= target_eval_loss=0 witness_period=0 services= event_webhook_url= "
   "enable_report=false enable_pathways_goodput=false profiler= sample_prompt= fault_injection="
 ).split()
@@ -53,14 +55,14 @@ class Replay:
 
 def interval(text: str, lines: Mapping[int, Line]) -> tuple[int, int]:
   """FROM:TO as numbers. Raises ConfigError unless these steps are in the receipt."""
-  first, colon, last = text.partition(":")
-  if not (colon and first.isdecimal() and last.isdecimal() and 1 <= int(first) <= int(last)):
+  match = re.fullmatch("([0-9]{1,18}):([0-9]{1,18})", text)
+  first, last = map(int, match.groups()) if match else (0, 0)
+  if not 1 <= first <= last:
     raise ConfigError(f"--replay {text}: is not FROM:TO, the first and the last step.\nWrite --replay 101:200.")
-  if missing := [step for step in (int(first), int(last)) if step not in lines]:
-    raise ConfigError(
-      f"--replay {text}: the receipt has no step {missing[0]}, but {min(lines)} to {max(lines)}.\nChoose among them."
-    )
-  return int(first), int(last)
+  if missing := [step for step in (first, last) if step not in lines]:
+    there = f"{min(lines)} to {max(lines)}" if lines else "no step at all"
+    raise ConfigError(f"--replay {text}: the receipt has no step {missing[0]}, but {there}.\nChoose among them.")
+  return first, last
 
 
 def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequence[str]) -> Replay:
@@ -104,13 +106,19 @@ def _start(lines: Sequence[Line], base: int, last: int) -> Line:
   first = [line for line in starts if line["after"] <= base][-1:] or starts[:1]
   for line in starts:
     if line["after"] > base:
-      changed = sorted(key for key in _NUMERIC if line["config"].get(key) != first[0]["config"].get(key))
+      ours, theirs = _compared(line), _compared(first[0])
+      changed = sorted(key for key in ours if ours[key] != theirs.get(key))
       if changed:
         raise ConfigError(
           f"--replay ...:{last}: {', '.join(changed)} changed after step {line['after']}.\nReplay the steps up to "
           f"{line['after']} and those after it one after the other."
         )
   return first[0]
+
+
+def _compared(start: Line) -> dict[str, Any]:
+  """What must not change within a replay: keys, and the identity of the data."""
+  return {key: start["config"].get(key) for key in _NUMERIC} | start["data"]
 
 
 def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -130,10 +138,11 @@ def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[lis
     changes |= {"num_slices": str(devices["slices"]), "devices_per_slice": str(devices["devices_per_slice"])}
   if start["computes"] == "shares" or "cluster" in given:
     changes |= {name: value for name, _, value in (key.partition("=") for key in _OF_WORLDS)}
-  number = lambda name, of: int(given.get(name) or devices[of])
-  before, now = devices["slices"] * devices["devices_per_slice"], number("num_slices", "slices")
-  now *= number("devices_per_slice", "devices_per_slice")
-  if now != before:  # the global batch never changes
+  before, now = devices["slices"] * devices["devices_per_slice"], 1
+  for name, own in (("num_slices", "slices"), ("devices_per_slice", "devices_per_slice")):
+    number = given.get(name, str(devices[own]))
+    now *= int(number) if re.fullmatch("[0-9]{1,9}", number) else 0
+  if now not in (0, before):  # the global batch never changes. 0: a number that the configuration refuses
     changes |= {"per_device_batch_size": f"{config['per_device_batch_size'] * before / now:.17g}"}
     changes |= {"elastic_min_slice_count": "-1"}
   return ["trainer"], [f"{name}={value}" for name, value in (changes | given).items()]

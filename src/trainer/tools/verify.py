@@ -19,6 +19,7 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
+from trainer.observe import files
 from trainer.observe.metrics import METRICS_FILE, read_metrics
 from trainer.services import receipt
 from trainer.services.receipt import Line
@@ -82,10 +83,11 @@ def _verify(options: argparse.Namespace) -> int:
 def load(directory: str, key: str | None = None) -> Receipt:
   """The receipt of a run. key: that must have signed it. Raises ConfigError if there is none."""
   directory = os.path.expanduser(directory).rstrip("/")
+  files.check_address(directory)
   public = receipt.public_key(key) if key else None
   try:
     raw = list(receipt.read(directory))
-  except FileNotFoundError:
+  except (FileNotFoundError, NotADirectoryError):
     raw = []
   if not raw:
     raise ConfigError(
@@ -241,7 +243,7 @@ def against(a: Receipt, b: Receipt, interval: str | None, keys: Sequence[str]) -
   """The first step at which two runs differ, and what differs first. interval: computes these steps of both runs
   again, which gives their states after every step."""
   if b.wrong:
-    return b.wrong
+    return [f"{b.directory}: {wrong}" for wrong in b.wrong]
   print(_summary(b))
   ours, theirs = a.steps, b.steps
   if interval:

@@ -117,11 +117,13 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
     if not actions.record:
       continue
     records.finish()
+    if actions.snapshot == "late":
+      attempt.late_snapshot(step, state)
     loss = attempt.evaluate(state.params, step) if actions.evaluate else None
     if actions.evaluate and loss is None:
       actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)
     if attempt.target_reached(step, loss):
-      actions = dataclasses.replace(actions, snapshot="none", save="final", end="complete")
+      actions = dataclasses.replace(actions, save="final", end="complete")
     attempt.save(actions, step, state, loss)
     if actions.end in ("preempted", "slice_up"):
       return Outcome(actions.end, step), state

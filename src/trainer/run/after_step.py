@@ -20,7 +20,7 @@ class Due:
 
 @dataclass(frozen=True)
 class Actions:
-  """What to do, in this order: snapshot "early", record, evaluate, snapshot "late", save, end."""
+  """What to do, in this order: snapshot "early", record, snapshot "late", evaluate, save, end."""
 
   snapshot: Literal["none", "early", "late"] = "none"
   record: bool = False  # wait for the step and record it now; otherwise after the next one is dispatched
@@ -35,9 +35,10 @@ def decide(due: Due, *, uses_snapshots: bool) -> Actions:
   - Nothing is evaluated or saved before the step is recorded, that is, known to be good.
   - On SIGTERM the grace period is short: no evaluation begins, and one that is under way stops. Then the caller asks
     again, with `stop` and without `last`.
-  - A snapshot is taken early, while the step is still being computed, so that a slice that is lost in the evaluation or
-    the save costs no step. After the last step only an evaluation needs one.
-  - A resize passes the state on in a snapshot, or in a persistent checkpoint if the run takes no snapshots.
+  - A snapshot is taken early, while the step is still being computed, and before an evaluation, so that a slice that is
+    lost in the evaluation or the save costs no step. After the last step only an evaluation needs one.
+  - A resize passes the state on in a late snapshot, which waits for the one before it; or in a persistent checkpoint, if
+    the run takes no snapshots.
   """
   stop, resize = due.stop and not due.last, due.resize and not due.last
   evaluate = due.evaluation and not stop

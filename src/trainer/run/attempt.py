@@ -123,18 +123,21 @@ class Attempt:
     if self.session.snapshots.save(step, state, self.session.data.meta(self.config, step)):
       self.elastic.reached("snapshot", step)
 
+  def late_snapshot(self, step: int, state: TrainState) -> None:
+    """Takes a snapshot of `step` once the snapshot before it is copied."""
+    with self.session.watchdog.during("save"):
+      self._wait_for_snapshot()
+      self.snapshot(step, state)
+
   def _wait_for_snapshot(self) -> None:
     """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""
     if self.session.snapshots.busy:
       self.driver.call(self.session.snapshots.wait, "the last snapshot")
 
   def save(self, actions: Actions, step: int, state: TrainState, loss: float | None) -> None:
-    """Takes the late snapshot and saves what is due. loss: of the evaluation of this state, if it was evaluated."""
+    """Saves what is due. loss: of the evaluation of this state, if it was evaluated."""
     session, tiers = self.session, self.tiers
     with session.watchdog.during("save"):  # includes waiting for the save before it
-      if actions.snapshot == "late":
-        self._wait_for_snapshot()
-        self.snapshot(step, state)
       final = actions.save == "final"
       if final or tiers.due_persistent(step):
         # A run that resumes from this checkpoint never writes these steps again.

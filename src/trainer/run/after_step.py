@@ -37,7 +37,7 @@ def decide(due: Due, *, uses_snapshots: bool) -> Actions:
     again, with `stop` and without `last`.
   - A snapshot is taken early, while the step is still being computed, and before an evaluation, so that a slice that is
     lost in the evaluation or the save costs no step. After the last step only an evaluation needs one.
-  - A resize passes the state on in a late snapshot, which waits for the one before it; or in a persistent checkpoint, if
+  - A resize passes the state on in a late snapshot, which waits for the one before it, or in a persistent checkpoint if
     the run takes no snapshots.
   """
   stop, resize = due.stop and not due.last, due.resize and not due.last

@@ -118,7 +118,7 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
       continue
     records.finish()
     if actions.snapshot == "late":
-      attempt.late_snapshot(step, state)
+      attempt.snapshot(step, state, waits=True)
     loss = attempt.evaluate(state.params, step) if actions.evaluate else None
     if actions.evaluate and loss is None:
       actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)

@@ -116,18 +116,12 @@ class Attempt:
 
   # ---- backups
 
-  def snapshot(self, step: int, state: TrainState) -> None:
-    """Starts a snapshot of `step`, unless the snapshot before it is still being copied. With a fixed period, waits."""
-    if self.elastic.snapshot_policy.is_fixed:
+  def snapshot(self, step: int, state: TrainState, *, waits: bool = False) -> None:
+    """Starts a snapshot of `step`, unless the one before it is still being copied. waits, or a fixed period: waits."""
+    if waits or self.elastic.snapshot_policy.is_fixed:
       self._wait_for_snapshot()
     if self.session.snapshots.save(step, state, self.session.data.meta(self.config, step)):
       self.elastic.reached("snapshot", step)
-
-  def late_snapshot(self, step: int, state: TrainState) -> None:
-    """Takes a snapshot of `step` once the snapshot before it is copied."""
-    with self.session.watchdog.during("save"):
-      self._wait_for_snapshot()
-      self.snapshot(step, state)
 
   def _wait_for_snapshot(self) -> None:
     """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""

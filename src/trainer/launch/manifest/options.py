@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 from trainer.config import ConfigError
 
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
-EXTRAS = ("goodput", "lm_eval", "ray", "receipt", "tfds", "trackio", "wandb", "s3")
+EXTRAS = ("goodput", "lm_eval", "ray", "tfds", "trackio", "wandb", "s3", "receipt")
 
 
 class _Parser(argparse.ArgumentParser):

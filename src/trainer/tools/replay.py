@@ -124,28 +124,32 @@ def _compared(start: Line) -> dict[str, Any]:
 def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[list[str], list[str]]:
   """(the program with its options, key=value) that compute only these steps, with the same batches."""
   config, devices = start["config"], start["devices"]
-  given = {name: value for name, _, value in (key.partition("=") for key in keys)}
+  given = _pairs(keys)
   schedule = config["learning_rate_schedule_steps"]
-  changes = {name: value for name, _, value in (key.partition("=") for key in _NOTHING_ELSE)}
-  changes |= {"base_output_directory": folder, "steps": str(last)}
+  changes = _pairs(_NOTHING_ELSE) | {"base_output_directory": folder, "steps": str(last)}
   changes["learning_rate_schedule_steps"] = str(config["steps"] if schedule == -1 else schedule)
   if start["computes"] == "shares" and given.get("cluster", "multiprocess") == "multiprocess":
     changes |= {"elastic_enabled": "true", "elastic_min_slice_count": "1"}
-    own = str(devices["slices"])
-    program = ["trainer.launch.local", "--slices", own, "--local-slices", given.pop("num_slices", own)]
+    slices = str(devices["slices"])
+    program = ["trainer.launch.local", "--slices", slices, "--local-slices", given.pop("num_slices", slices)]
     return program, [f"{name}={value}" for name, value in (changes | given).items()]
   if devices["platform"] == "cpu" and not config["cluster_standin"]:
     changes |= {"num_slices": str(devices["slices"]), "devices_per_slice": str(devices["devices_per_slice"])}
   if start["computes"] == "shares" or "cluster" in given:
-    changes |= {name: value for name, _, value in (key.partition("=") for key in _OF_WORLDS)}
+    changes |= _pairs(_OF_WORLDS)
   before, now = devices["slices"] * devices["devices_per_slice"], 1
-  for name, own in (("num_slices", "slices"), ("devices_per_slice", "devices_per_slice")):
-    number = given.get(name, str(devices[own]))
+  for name, of_run in (("num_slices", "slices"), ("devices_per_slice", "devices_per_slice")):
+    number = given.get(name, str(devices[of_run]))
     now *= int(number) if re.fullmatch("[0-9]{1,9}", number) else 0
   if now not in (0, before):  # the global batch never changes. 0: a number that the configuration refuses
     changes |= {"per_device_batch_size": f"{config['per_device_batch_size'] * before / now:.17g}"}
     changes |= {"elastic_min_slice_count": "-1"}
   return ["trainer"], [f"{name}={value}" for name, value in (changes | given).items()]
+
+
+def _pairs(keys: Sequence[str]) -> dict[str, str]:
+  """{key: value} of key=value."""
+  return {name: value for name, _, value in (key.partition("=") for key in keys)}
 
 
 def _lend(source: str, target: Path) -> None:

@@ -34,6 +34,7 @@ import jax
 import numpy as np
 from tests.support.elastic_harness import TINY, Harness
 
+from trainer.checkpoint.arrays import state_tree
 from trainer.cluster import View
 from trainer.config import load
 from trainer.config.faults import Fault
@@ -41,7 +42,6 @@ from trainer.config.schema import Config
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.elastic.faults import FaultInjector
 from trainer.program import program
-from trainer.program.checks import names
 from trainer.program.program import Halves, Program
 from trainer.run import run_data
 from trainer.run.driver import Start
@@ -106,7 +106,7 @@ class Runs:
   def names(self, kind: str) -> list[str]:
     """The names of the arrays that a flip of this kind may hit."""
     _, prog, _, _ = self.of(3, 1)
-    return names(prog.state.opt_state if kind == "flip_optimizer" else prog.state.params)
+    return list(state_tree.flatten(prog.state.opt_state if kind == "flip_optimizer" else prog.state.params))
 
   def play(self, slices: int, group: int, period: int = 1, fault: Fault | None = None) -> Played:
     """One run to its end."""

@@ -11,11 +11,12 @@ import jax.numpy as jnp
 import pytest
 from tests.support.elastic_harness import TINY
 
+from trainer.checkpoint.arrays import state_tree
 from trainer.config import load
 from trainer.config.faults import Fault
 from trainer.elastic.flips import Flips
 from trainer.program import program
-from trainer.program.checks import Checks, names
+from trainer.program.checks import Checks
 from worlds.exchange import Part
 
 KINDS = (
@@ -57,6 +58,6 @@ def test_a_flip_of_each_array_is_found_and_named_and_one_bit_is_counted(compared
 def each_flipped(tree: Any, bit: int) -> Iterator[tuple[str, Any]]:
   """(name, the tree with one bit of this array flipped), for each array."""
   leaves, structure = jax.tree.flatten(tree)
-  for index, name in enumerate(names(tree)):
+  for index, name in enumerate(state_tree.flatten(tree)):
     (flipped,) = Flips([Fault("flip_weight", 1, 0, bit=bit)])([leaves[index]])
     yield name, jax.tree.unflatten(structure, [*leaves[:index], flipped, *leaves[index + 1 :]])

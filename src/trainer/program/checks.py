@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from trainer.checkpoint.arrays import state_tree
 from trainer.program import state
 from trainer.program.share_sums import Scalars, ShareSums
 from trainer.program.state import TrainState
@@ -31,8 +31,8 @@ class Checks:
     self._of_parts = [compiled[id(part.tree)] for part in sums.parts]
     self._of_state = of_tree.lower(abstract).compile()
     rows = lambda part: f", from layer {part.first}" if part.first else ""
-    self._names = [name + rows(part) for part in sums.parts for name in names(part.tree)]
-    self._state_names = names(abstract)
+    self._names = [name + rows(part) for part in sums.parts for name in state_tree.flatten(part.tree)]
+    self._state_names = list(state_tree.flatten(abstract))
 
   def of_share(self, scalars: Scalars, parts: Sequence[Part]) -> Digests:
     """Starts the digests of a share."""
@@ -56,12 +56,6 @@ class Checks:
   def read_state(self, digests: jax.Array) -> Sums:
     """Waits for the digests of the whole state."""
     return dict(zip(self._state_names, _of_all_devices(digests).tolist(), strict=True))
-
-
-def names(tree: Any) -> list[str]:
-  """The names of the arrays of a tree: "layers.attention.query"."""
-  paths, _ = jax.tree_util.tree_flatten_with_path(tree)
-  return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
 
 def _of_all_devices(replicated: jax.Array) -> np.ndarray:

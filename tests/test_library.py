@@ -136,7 +136,6 @@ def state_of_the_process() -> dict[str, object]:
     "streams": (sys.stdout, sys.stderr, faulthandler.is_enabled()),
     "environment": dict(os.environ),
     "jax": options,
-    "threads": sorted(thread.name for thread in threading.enumerate()),
     "folder": (os.getcwd(), mask),
     "limits": [resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")],
     "random": (random.getstate(), np.random.get_state()[1].tobytes()),
@@ -153,13 +152,14 @@ def test_runs_leave_the_process_as_it_was(config, monkeypatch):
   resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
   monkeypatch.setattr(logging.root, "handlers", [])  # pytest has some
   try:
-    before, files = state_of_the_process(), []
+    before, files, threads = state_of_the_process(), [], set(threading.enumerate())
     for number in range(2):
       cache = config.run.jax_cache_dir + ("" if number == 0 else "2")
       run = trainer.Run(trainer.load(config, steps=1, run_name=f"left{number}", jax_cache_dir=cache))
       assert run.train()
       run.loader().close()
       assert state_of_the_process() == before
+      assert not set(threading.enumerate()) - threads  # a thread of an earlier test may end meanwhile
       files.append(len(os.listdir("/proc/self/fd")))
     assert files[0] == files[1] and os.listdir(cache)  # the last run has used its own cache
   finally:

@@ -114,12 +114,17 @@ def bad_receiver(kind: str):
 
   with socket.create_server(("127.0.0.1", 0)) as listener:
     address = f"127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=answer, args=(listener,), daemon=True)
     if kind == "closed":
       listener.close()
     else:
-      threading.Thread(target=answer, args=(listener,), daemon=True).start()
+      thread.start()
     yield f"{'https' if kind == 'tls' else 'http'}://{address}"
     stop.set()
+    if kind != "closed":
+      listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`, which a close does not
+      thread.join(timeout=10)
+      assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("kind", ["closed", "hangs", "slow", "nonsense", "tls"])

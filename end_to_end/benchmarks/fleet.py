@@ -113,6 +113,7 @@ class Member:
     self._case, self._peers, self._pool = case, peers, case.pool()
     self._sums: dict[tuple[int, int, int], np.ndarray] = {}
     self._state = np.zeros(2, np.int64)
+    self._last: tuple[np.ndarray, dict[str, Any]] | None = None  # the last step, if it is not written down yet
     self._records = open(Path(case.folder) / str(peers.member), "a", buffering=1)  # noqa: SIM115 -- until the exit
     starts_again = next(records(case, peers.member), None) is not None
     self._record(pid=os.getpid(), member=peers.member)
@@ -143,6 +144,7 @@ class Member:
         peers.handle(message)
     while self._state[0] < self._case.steps:
       self._step(int(self._state[0]) + 1)
+    self._write_down()
     self._record(state=self._state.tolist())
     peers.finished(0)
 
@@ -159,7 +161,9 @@ class Member:
             peers.membership.send("fault", action="lose", target=other, seconds=FOR_EVER)
         slow = case.slow if peers.member == 1 and step <= case.slow_to else 1.0
         began = time.monotonic()
-        time.sleep(len(set(peers.shares) - held) * slow * case.seconds / case.shares)
+        self._write_down()
+        ends = began + len(set(peers.shares) - held) * slow * case.seconds / case.shares
+        time.sleep(max(0.0, ends - time.monotonic()))
         held, computed = held | set(peers.shares), computed + time.monotonic() - began
         own = {piece.first: self._values(step, *piece) for piece in pieces(peers.shares, case.shares)}
         peers.membership.send("computed", epoch=peers.epoch, round=name, seconds=computed)
@@ -173,9 +177,19 @@ class Member:
         pass
       else:
         break
-    self._state[:] = step, zlib.crc32(total, int(self._state[1]))
-    self._record(step=step, shares=len(peers.shares), computed=computed, sum=zlib.crc32(total), cpu=time.process_time())
-    if step % SAVE_STEPS == 0:
+    self._state[0] = step
+    times = {"at": time.monotonic(), "cpu": time.process_time()}
+    self._last = total, {"step": step, "shares": len(peers.shares), "computed": computed, **times}
+
+  def _write_down(self) -> None:
+    """Records the last step. While the next one is computed: then the CPU of a host is idle."""
+    if self._last is None:
+      return
+    (total, record), self._last = self._last, None
+    digest = zlib.crc32(total)
+    self._state[1] = _chain(int(self._state[1]), digest)
+    self._record(sum=digest, **record)
+    if record["step"] % SAVE_STEPS == 0:
       new = self._copy.with_suffix(".new")
       new.write_text(json.dumps(self._state.tolist()))
       new.rename(self._copy)
@@ -206,10 +220,17 @@ class Member:
         sock.close()
 
   def _send(self, other: int) -> None:
+    self._write_down()
     self._peers.exchange.send_state(other, {}, [self._state])
 
   def _receive(self, source: int) -> None:
+    self._write_down()
     self._peers.exchange.receive_state(source, lambda header: [self._state])
+
+
+def _chain(before: int, digest: int) -> int:
+  """A checksum of all sums so far, and of one more."""
+  return zlib.crc32(digest.to_bytes(4, "little"), before)
 
 
 def supervise(case: Case) -> NoReturn:
@@ -323,7 +344,7 @@ def check(case: Case, found: list[dict[str, Any]]) -> None:
   for step in range(1, case.steps + 1):
     sums = {record["sum"] for record in found if record.get("step") == step}
     assert sums == {digests[step % PHASES]}, f"step {step}: {sums}, not {digests[step % PHASES]}"
-    chain = zlib.crc32(totals[step % PHASES], chain)
+    chain = _chain(chain, digests[step % PHASES])
   states = [record["state"] for record in found if "state" in record]
   assert states and all(state == [case.steps, chain] for state in states), f"{states}, not {[case.steps, chain]}"
 

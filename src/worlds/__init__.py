@@ -7,7 +7,7 @@ environment (`place`) and joins the run (`join`):
   from worlds.join import join
   from worlds.place import Place
   peers = join(Place.read(os.environ))
-  peers.connect(send_state, receive_state)            # waits for the other members of this epoch
+  peers.connect(send_state, receive_state)            # begins the epoch; members without a state receive it
   sums = peers.exchange.reduce(...)                   # the same bits on every member; raises PeerLost
   seconds = peers.commit("step 1")                    # raises MembershipChanged: exchange the same sums again
 

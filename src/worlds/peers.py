@@ -188,7 +188,8 @@ class Peers:
     self.handle(received)
 
   def connect(self, send_state: Callable[[int], None], receive_state: Callable[[int], None]) -> None:
-    """Makes the exchange ready for this epoch: waits while the run holds, connects, serves members without a state.
+    """Makes the exchange ready for this epoch: waits while the run holds, begins to connect, serves members without a
+    state.
 
     send_state(member): sends this member's state. receive_state(member): takes the state that this member has already,
     which is sent again if members were lost before the supervisor knew of its arrival. Returns without a connection if
@@ -202,7 +203,7 @@ class Peers:
         self._handle_change(self.membership.next())
         continue
       try:
-        self.exchange.connect(self.epoch, self.addresses)
+        self.exchange.begin(self.epoch, self.addresses)
         if self.source == self.member:
           for other in self.fresh:
             send_state(other)

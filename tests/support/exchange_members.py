@@ -7,6 +7,7 @@ import functools
 import itertools
 import socket
 import threading
+import time
 
 import ml_dtypes
 import numpy as np
@@ -25,11 +26,13 @@ class Members:
     self.all = [Exchange(member, TOKEN, self.refused.append, **options) for member in range(count)]
     self.epoch = 0
 
-  def connect(self, addresses=None):
-    """Joins all members in a new epoch. addresses: {(caller, listener): address} that replace the real addresses."""
+  def connect(self, addresses=None, late=None):
+    """Joins all members in a new epoch. addresses: {(caller, listener): address} that replace the real addresses. late:
+    seconds, of each member."""
     self.epoch += 1
 
     def connect(exchange, member):
+      time.sleep(late[member] if late else 0)
       peers = {other: self.all[other].address for other in range(len(self.all))}
       peers |= {listener: where for (caller, listener), where in (addresses or {}).items() if caller == member}
       exchange.connect(self.epoch, peers)

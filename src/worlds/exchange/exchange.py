@@ -7,10 +7,11 @@ calls `reduce` again with the same data, which `reduce` never modifies.
 Members that stay keep their connections, and yet no byte of an earlier epoch can be read in a later one. In `connect`,
 each side drops its frames that were not begun, sends the rest of the frame that was, and then the mark of the epoch. It
 discards everything before the mark of its peer: an older mark, too. A newer one is remembered, and ends this epoch. A
-side that gives a connection up closes it, so the peer finds its end in place of a mark, and the member with the higher
-id makes another one, which replaces the first one if the peer has not noticed its end. This includes a connection that
-only one side has, because the other one was interrupted in `connect`: `dial` closes what it has made, and the listener
-what was not claimed. All streams of a peer are kept, or all are replaced.
+side gives a connection up only if it is broken, and closes it: so the peer finds its end in place of a mark, and the
+member with the higher id makes another one. This includes a connection that only one side has, because the other one
+was interrupted in `connect`: `dial` closes what it has made, and the listener what was not claimed. All streams of a
+peer are kept, or all are replaced. A peer that is late with its mark is waited for: if its host is dead, the link says
+so.
 
 With several processes per slice, process p of a slice exchanges with process p of the other slices: each such group has
 its own members and addresses.
@@ -23,7 +24,7 @@ import itertools
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,6 @@ from worlds.exchange.listener import Call, Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
 from worlds.handshake import TOKEN_BYTES
-
-_LATE_SECONDS = 10.0  # for a mark; then the listener of the peer, a thread, gets a call
 
 
 class Exchange:
@@ -72,6 +71,9 @@ class Exchange:
     self._first_allowed = 0  # the oldest epoch that was not interrupted
     self._links: dict[int, list[Link]] = {}  # by member, and by stream
     self._addresses: dict[int, str] = {}  # of the members of the last epoch
+    self._incomplete: tuple[Mapping[Call, str], Collection[tuple[int, int]]] | None = None  # see `_complete`
+    self._dealt: dict[int, tuple[int, ...]] = {}  # of the last sum
+    self._plans: dict[tuple[Any, ...], Plan] = {}  # of this dealing: every step needs the same ones
     self._crew = Crew()
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
@@ -81,6 +83,13 @@ class Exchange:
     stay, and closes all others. Epochs ascend. Raises PeerLost with the members that refuse, cannot be reached or do
     not begin this epoch in time, or have begun a later one, and without members if `interrupt` has named a later epoch.
     """
+    self.begin(epoch, peers)
+    with self._in_epoch():
+      pass
+
+  def begin(self, epoch: int, peers: Mapping[int, str]) -> None:
+    """As `connect`, but does not wait for peers that are late: the next call for this epoch does. So this member can
+    compute meanwhile."""
     assert self._member in peers and epoch > self._epoch, f"epoch {epoch} after {self._epoch}, members {list(peers)}"
     for member, links in list(self._links.items()):
       if self._addresses[member] != peers.get(member) or any(link.is_broken for link in links):
@@ -90,26 +99,27 @@ class Exchange:
       self._stop, self._epoch = Stop(), epoch
       if epoch < self._first_allowed:
         self._stop.set()
-    self._addresses = dict(peers)
+    self._addresses, self._incomplete = dict(peers), None
     streams = [(member, stream) for member in sorted(peers) for stream in range(self._streams)]
     # Of two members, the one with the higher id connects.
     callers = [key for key in streams if key[0] > self._member]
     # It begins with the ids next to it, so that not all members connect to the first one at once.
     calls = {Call(epoch, self._member, m, stream): peers[m] for m, stream in reversed(streams) if m < self._member}
     self._listener.begin(epoch, callers)
-    deadline = time.monotonic() + self._connect_seconds
     with self._in_epoch():
       for link in itertools.chain(*self._links.values()):
         with contextlib.suppress(PeerLost):  # the connection is broken
           link.begin(epoch, self._stop)
-      self._dial(calls, deadline)
-      self._await_marks(deadline)
-      self._dial(calls, deadline)
-      for member in self._links.keys() & self._listener.arrived():
-        if member > self._member:  # it has given up its earlier connection
-          self._drop(member)
-      self._listener.begin(epoch, [key for key in callers if key[0] not in self._links])
-      self._add(self._listener.claim(self._stop, deadline))
+      self._dial(calls, time.monotonic() + self._connect_seconds)
+    self._incomplete = calls, callers
+
+  def _complete(self, calls: Mapping[Call, str], callers: Collection[tuple[int, int]]) -> None:
+    """Waits for the peers that have not begun this epoch. calls: that this member makes. callers: (member, stream)."""
+    deadline = time.monotonic() + self._connect_seconds
+    self._await_marks(deadline)
+    self._dial(calls, deadline)
+    self._listener.begin(self._epoch, [key for key in callers if key[0] not in self._links])
+    self._add(self._listener.claim(self._stop, deadline))
 
   def _dial(self, calls: Mapping[Call, str], deadline: float) -> None:
     """Makes the connections that are missing."""
@@ -125,7 +135,6 @@ class Exchange:
   def _await_marks(self, deadline: float) -> None:
     """Returns when all connections have carried the marks of this epoch. Drops those of a peer if one breaks."""
     waiting = able = set(itertools.chain(*self._links.values()))
-    late_at = deadline - self._connect_seconds + min(_LATE_SECONDS, self._connect_seconds / 2)
     with contextlib.closing(Poll(self._stop)) as poll:
       while waiting:
         for link in able & waiting:
@@ -135,8 +144,7 @@ class Exchange:
             waiting -= {link} if is_sent and has_begun else set()
           if link.epoch > self._epoch:
             raise PeerLost([link.member], f"the peer has begun epoch {link.epoch}")
-        is_late = time.monotonic() >= late_at
-        for member in {link.member for link in waiting if link.is_broken or (is_late and link.member < self._member)}:
+        for member in {link.member for link in waiting if link.is_broken}:
           waiting -= set(self._links[member])
           for link in self._links[member]:
             poll.watch(link, reads=False, writes=False)
@@ -180,14 +188,25 @@ class Exchange:
     error to the supervisor, which ends the epoch for them. There is no time limit: a peer may compile, and the
     supervisor notices a peer that hangs.
     """
-    assert set(dealt) == {self._member, *self._links}, f"{list(dealt)}, not the members of the epoch"
+    assert dealt.keys() == self._addresses.keys(), f"{list(dealt)}, not the members of the epoch"
     arrays = [out, *(data for data in own.values() if isinstance(data, np.ndarray))]
     assert all(array.dtype == np.float32 and array.ndim == 1 for array in arrays), "arrays must be float32 [F]"
     assert all(data.size == out.size for data in own.values())
-    plan = Plan(dealt, out.size, wire, known, group)
+    plan = self._plan(dealt, out.size, wire, known, group)
     assert plan.accepts(self._member, own), f"shares {list(own)} of the pieces {plan.pieces[self._member]}"
     with self._in_epoch():
       Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, self._links, self._stop).run(self._crew)
+
+  def _plan(
+    self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire, known: Sequence[tuple[int, int]], group: int
+  ) -> Plan:
+    now = {member: tuple(shares) for member, shares in dealt.items()}
+    if now != self._dealt:
+      self._dealt, self._plans = now, {}
+    kind = size, wire, tuple(known), group
+    if kind not in self._plans:
+      self._plans[kind] = Plan(now, size, wire, known, group)
+    return self._plans[kind]
 
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
@@ -235,6 +254,9 @@ class Exchange:
     if self._stop.is_set:
       raise over
     try:
+      if incomplete := self._incomplete:
+        self._incomplete = None
+        self._complete(*incomplete)
       yield
     except BaseException as error:
       self._stop.set()

@@ -105,11 +105,6 @@ class Listener:
           raise PeerLost({member for member, _ in self._missing}, "no connection within the time limit")
       return {key: self._arrived.pop(key)[1] for key in self._callers}
 
-  def arrived(self) -> set[int]:
-    """The members with connections of the present epoch that were not claimed yet."""
-    with self._arrivals:
-      return {member for (member, _), (epoch, _) in self._arrived.items() if epoch == self._epoch}
-
   def notify(self) -> None:
     """Makes `claim` look at its `stop` again."""
     with self._arrivals:

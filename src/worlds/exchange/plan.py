@@ -70,7 +70,6 @@ class Plan:
     }
     self._index = {member: index for index, member in enumerate(self.members)}
     self._bounds: dict[int, list[int]] = {}  # bucket -> where its parts begin, and its end
-    self._known = [list(part) for part in known]
     self._bucket = len(self.members) * PART
     last = [0] * -(-size // self._bucket)  # of each bucket: the index of the range that is known last
     for index, (start, stop) in enumerate(known):
@@ -78,11 +77,15 @@ class Plan:
         last[bucket] = index
     self.order = sorted(range(len(last)), key=lambda bucket: last[bucket])
     self.position = {bucket: position for position, bucket in enumerate(self.order)}
+    text = json.dumps([list(self.pieces.items()), group, size, str(self.dtype), [list(part) for part in known]])
+    self._hash = hashlib.blake2b(text.encode(), digest_size=8)
+    self._frames: dict[tuple[int, int], tuple[tuple[Kind, int, int], ...]] = {}
 
   def identify(self, epoch: int, tag: str) -> int:
     """Returns a number that differs between calls of different epochs, tags or plans."""
-    text = json.dumps([epoch, tag, list(self.pieces.items()), self.group, self.size, str(self.dtype), self._known])
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+    call = self._hash.copy()
+    call.update(json.dumps([epoch, tag]).encode())
+    return int.from_bytes(call.digest(), "little")
 
   def accepts(self, member: int, given: Collection[int]) -> bool:
     """Whether `given` are all shares of this member, except for those that a piece's first share includes already."""
@@ -106,8 +109,13 @@ class Plan:
     bounds, index = self._bounds[bucket], self._index[member]
     return bounds[index], bounds[index + 1]
 
-  def frames(self, sender: int, receiver: int) -> Iterator[tuple[Kind, int, int]]:
-    """Yields (kind, first share, bucket) of every frame from one member to another."""
+  def frames(self, sender: int, receiver: int) -> tuple[tuple[Kind, int, int], ...]:
+    """(kind, first share, bucket) of every frame from one member to another."""
+    if (sender, receiver) not in self._frames:
+      self._frames[sender, receiver] = tuple(self._find_frames(sender, receiver))
+    return self._frames[sender, receiver]
+
+  def _find_frames(self, sender: int, receiver: int) -> Iterator[tuple[Kind, int, int]]:
     for bucket in self.order:
       start, stop = self.part(bucket, receiver)
       if start < stop:

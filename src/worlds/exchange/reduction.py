@@ -124,12 +124,15 @@ class Reduction:
       for _, _, bucket in plan.frames(me, member):
         self._unposted[self._link(member, bucket)] += 1
     self._outgoing: dict[Link, deque[_Outgoing]] = {link: deque() for link in self._links}
-    self._senders: dict[Link, Poll] = {}  # what wakes the thread that sends to a link
+    self._posted: dict[Link, deque[Link]] = {}  # for the thread that sends to a link: the links with frames, in turn
+    self._senders: dict[Link, Poll] = {}  # what wakes this thread
     self._incoming: dict[Link, np.ndarray] = {}  # the values that a link is receiving
 
   def run(self, crew: Crew) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""
     if len(self._plan.order) <= 1 and self._plan.size <= ALONE:
+      posted = deque[Link]()
+      self._posted = dict.fromkeys(self._links, posted)
       self._offer()
       with contextlib.closing(Poll(self._stop)) as poll:
         self._serve(poll, self._links, self._links)
@@ -138,9 +141,10 @@ class Reduction:
     with contextlib.ExitStack() as stack:
       tasks = []
       for index in range(count):
-        links = self._links[index::count]
+        links, posted = self._links[index::count], deque[Link]()
         reads, writes = (stack.enter_context(contextlib.closing(Poll(self._stop))) for _ in range(2))
         self._senders |= dict.fromkeys(links, writes)
+        self._posted |= dict.fromkeys(links, posted)
         tasks += [(reads, links, ()), (writes, (), links)]
       try:
         crew.start([functools.partial(self._task, *task) for task in tasks])
@@ -221,17 +225,21 @@ class Reduction:
     """Receives all frames from the links `reads`, and sends all frames to the links `writes`."""
     reading = {link for link in reads if self._missing[link]}
     writing = {link for link in writes if self._unposted[link]}
+    posted = self._posted[writes[0]] if writes else deque()
     blocked: set[Link] = set()
     for link in reading:
       poll.watch(link, reads=True, writes=False)
     while reading or writing:
-      while able := [link for link in writing - blocked if link.unsent or self._outgoing[link]]:
-        for link in able:
-          if not self._send(link):
-            blocked.add(link)
-            poll.watch(link, link in reading, writes=True)
-          elif not self._unposted[link]:
-            writing.remove(link)
+      while posted:
+        if (link := posted.popleft()) in blocked:
+          continue
+        if not self._send(link):
+          blocked.add(link)
+          poll.watch(link, link in reading, writes=True)
+        elif self._outgoing[link]:
+          posted.append(link)
+        elif not self._unposted[link]:
+          writing.discard(link)
         if self._stop.is_set:
           raise Stopped
       if not reading and not writing:
@@ -239,6 +247,7 @@ class Reduction:
       readable, writable = poll.wait()
       for link in writable:
         blocked.remove(link)
+        posted.append(link)
         poll.watch(link, link in reading, writes=False)
       for link in readable:
         if frame := link.read(functools.partial(self._begin, link)):
@@ -294,6 +303,7 @@ class Reduction:
   def _post(self, member: int, item: _Outgoing) -> None:
     link = self._link(member, item.bucket)
     self._outgoing[link].append(item)
+    self._posted[link].append(link)
     if sender := self._senders.get(link):
       sender.wake()
 

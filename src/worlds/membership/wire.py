@@ -23,6 +23,7 @@ CODE_BYTES = 32
 MAX_MESSAGE_BYTES = 1 << 20
 HANDSHAKE_SECONDS = 5.0
 _LARGE_BYTES, _MOST_UNPACKED_BYTES = 1 << 12, 1 << 23
+_READ_BYTES = 1 << 12  # of one call: a short message is one piece
 _SEND_BUFFER_BYTES = 1 << 20  # of the supervisor's side, as far as the system allows
 _DEAD_SECONDS = 15  # after which a connection ends if the other host answers nothing at all
 _LENGTH = struct.Struct("!I")
@@ -68,6 +69,7 @@ class Channel:
     self._socket, self._key, self._serves = sock, key, serves
     self._out, self._in = (b"supervisor", b"member") if serves else (b"member", b"supervisor")
     self._sent = self._received = 0
+    self._unread = b""  # bytes that have arrived, perhaps of several messages
     self._lock = threading.Lock()
     self._liveness = Liveness(sock, self._ask)
 
@@ -88,11 +90,11 @@ class Channel:
   def receive(self) -> dict[str, Any] | None:
     """The next message; None if the connection has ended. Raises WireError for bytes that no member would send."""
     try:
-      (size,) = _LENGTH.unpack(_read(self._socket, _LENGTH.size))
+      (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
       if size > MAX_MESSAGE_BYTES:
         raise WireError(f"announced a message of {size} bytes; at most {MAX_MESSAGE_BYTES} are allowed")
-      code = _read(self._socket, CODE_BYTES)
-      body = _read(self._socket, size)
+      code = self._read(CODE_BYTES)
+      body = self._read(size)
     except OSError:
       return None
     if not hmac.compare_digest(code, _code(self._key, self._in, self._received, body)):
@@ -105,6 +107,14 @@ class Channel:
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
     return self.receive() if message == _QUESTION else message
+
+  def _read(self, size: int) -> bytes:
+    """Exactly `size` bytes. Raises ConnectionError at the end of the stream."""
+    if len(self._unread) < size:
+      most = max(size, _READ_BYTES)
+      self._unread += _read(self._socket, size - len(self._unread), most - len(self._unread))
+    data, self._unread = self._unread[:size], self._unread[size:]
+    return data
 
   def is_dead(self) -> bool:
     """See Liveness."""
@@ -177,11 +187,11 @@ def _code(key: bytes, sender: bytes, position: int, body: bytes) -> bytes:
   return hmac.digest(key, sender + struct.pack("!Q", position) + body, hashlib.sha256)
 
 
-def _read(sock: socket.socket, size: int) -> bytes:
-  """Exactly `size` bytes. Raises ConnectionError at the end of the stream."""
+def _read(sock: socket.socket, size: int, most: int = 0) -> bytes:
+  """`size` bytes, and as many more up to `most` as have arrived. Raises ConnectionError at the end of the stream."""
   data = bytearray()
   while len(data) < size:
-    part = sock.recv(size - len(data))
+    part = sock.recv(max(size, most) - len(data))
     if not part:
       raise ConnectionError("the connection has ended")
     data += part

@@ -20,7 +20,7 @@ from tests.support.exchange_members import TOKEN, Members, members, random_share
 from worlds import handshake
 from worlds.exchange import Exchange, PeerLost, reduction
 from worlds.exchange.link import _FIELDS, Kind, Link, Stop
-from worlds.exchange.listener import Call, Listener, dial
+from worlds.exchange.listener import Call, dial
 
 NOTHING = memoryview(b"")
 SIZE = 300_000
@@ -102,6 +102,29 @@ def test_only_new_members_make_connections(monkeypatch, streams):
     after = connections(those)
     assert {pair for pair in before if before[pair] != after[pair]} == {pair for pair in before if 2 in pair}
     assert those.refused == []
+
+
+def test_members_that_are_late_keep_their_connections():
+  """Whenever they come: a caller that gave up waiting, and called again at this moment, would cost an epoch."""
+  moments = random.Random(0)
+  with members(3, connect_seconds=0.8) as those:
+    before = connections(those)
+    for seed in range(4):
+      late = [moments.choice([0, moments.uniform(0.395, 0.405)]) for _ in those.all]
+      those.connect(late=late)
+      assert reduced(those, seed) and connections(those) == before
+
+
+def test_a_member_that_has_begun_an_epoch_does_not_wait_for_the_others():
+  with members(2) as those:
+    peers = {member: those.all[member].address for member in range(2)}
+    those.all[1].begin(2, peers)  # it may compute now
+    those.all[1].begin(3, peers)
+    those.epoch = 3
+    with pytest.raises(PeerLost, match="epoch 3"):
+      those.all[0].connect(2, peers)
+    those.all[0].begin(3, peers)
+    assert reduced(those, 1)
 
 
 def test_a_member_that_is_not_in_an_epoch_is_connected_again():
@@ -292,24 +315,6 @@ def test_a_peer_that_never_begins_the_epoch_is_named_in_time(sends):
     assert not thread.is_alive()
 
 
-def test_a_listener_that_never_begins_the_epoch_is_called_again():
-  """After half of its time limit member 1 makes another connection, as if member 0 had given the first one up."""
-  listens, soon = Listener(0, TOKEN, "127.0.0.1", print), time.monotonic() + 10
-  exchange = Exchange(1, TOKEN, print, connect_seconds=0.6)
-  try:
-    socks = []
-    for epoch in (1, 2):
-      listens.begin(epoch, [(1, 0)])
-      exchange.connect(epoch, {0: listens.address, 1: "unused"})
-      socks += listens.claim(Stop(), soon).values()
-    assert socks[0].recv(100)[-48:] and socks[0].recv(100) == b""  # its mark, and the end
-    for sock in socks:
-      sock.close()
-  finally:
-    exchange.close()
-    listens.close()
-
-
 # ---- random histories
 
 
@@ -342,7 +347,7 @@ class _Fleet:
         exchange = self.exchanges[member]
         exchange._connect_seconds = seconds
         with contextlib.suppress(PeerLost):
-          exchange.connect(epoch, peers)
+          (exchange.begin if (epoch + member) % 3 else exchange.connect)(epoch, peers)
           slow_down(exchange)
           for turn in range(2):
             values = lambda share, turn=turn: np.full(40_000, 1000 * epoch + 10 * share + turn, np.float32)  # noqa: B023

@@ -165,9 +165,10 @@ def test_a_caller_that_is_early_waits_for_the_epoch():
   with members(2, connect_seconds=2) as those:
     early = threading.Thread(target=those.all[1].connect, args=(4, {0: those.all[0].address, 1: "unused"}))
     early.start()
+    early.join(0.1)
+    those.all[0].connect(4, {0: those.all[0].address, 1: "unused"})
     early.join(10)
     assert not early.is_alive()
-    those.all[0].connect(4, {0: "unused", 1: "unused"})
     those.epoch = 4
     shares = random_shares(2, 10)
     assert all(same_bits(r, sum_in_order(shares)) for r in those.reduce(shares, {0: [0], 1: [1]}))

@@ -13,7 +13,7 @@ import numpy as np
 from worlds.exchange.link import Kind
 
 PART = 1 << 18  # most elements of a part: 1 MiB of float32
-_LEAST = 32  # a part has at least PART / _LEAST elements: below that, a frame costs more than its bytes
+_LEAST = 8  # a part has at least PART / _LEAST elements: then the bytes of a frame cost more than the frame
 
 Wire = Literal["float32", "bfloat16"]
 

@@ -84,8 +84,7 @@ class Case:
 
   def pool(self) -> np.ndarray:
     """Random values of which every share is a part."""
-    generator = np.random.default_rng(0)
-    return generator.standard_normal(self.values + PHASES * self.members * self.shares, np.float32)
+    return np.random.default_rng(0).standard_normal(self.values + PHASES * self.members * self.shares, np.float32)
 
   def sum(self, pool: np.ndarray, phase: int, first: int, stop: int) -> np.ndarray:
     """The sum of the shares [first, stop) in a step of this phase, from left to right."""
@@ -97,13 +96,9 @@ class Case:
 
   def totals(self) -> list[np.ndarray]:
     """The sum of all shares, of each phase, in the order of the exchange."""
-    pool, found = self.pool(), []
-    for phase in range(PHASES):
-      groups = [
-        self.sum(pool, phase, slice_ * self.shares, (slice_ + 1) * self.shares) for slice_ in range(self.members)
-      ]
-      found.append(functools.reduce(np.add, groups))
-    return found
+    pool, firsts = self.pool(), range(0, self.members * self.shares, self.shares)
+    groups = [[self.sum(pool, phase, first, first + self.shares) for first in firsts] for phase in range(PHASES)]
+    return [functools.reduce(np.add, of_phase) for of_phase in groups]
 
 
 class Member:
@@ -113,7 +108,7 @@ class Member:
     self._case, self._peers, self._pool = case, peers, case.pool()
     self._sums: dict[tuple[int, int, int], np.ndarray] = {}
     self._state = np.zeros(2, np.int64)
-    self._last: tuple[np.ndarray, dict[str, Any]] | None = None  # the last step, if it is not written down yet
+    self._last: list[tuple[int, np.ndarray, float]] = []  # (step, sum, when) that are not written down yet
     self._records = open(Path(case.folder) / str(peers.member), "a", buffering=1)  # noqa: SIM115 -- until the exit
     starts_again = next(records(case, peers.member), None) is not None
     self._record(pid=os.getpid(), member=peers.member)
@@ -124,7 +119,7 @@ class Member:
         self._state[:] = json.loads(self._copy.read_text())
 
   def _record(self, **fields: Any) -> None:
-    self._records.write(json.dumps({"at": time.monotonic(), **fields}) + "\n")
+    self._records.write(json.dumps({"at": time.monotonic()} | fields) + "\n")
 
   def run(self) -> None:
     """Joins, and trains to the last step."""
@@ -178,21 +173,19 @@ class Member:
       else:
         break
     self._state[0] = step
-    times = {"at": time.monotonic(), "cpu": time.process_time()}
-    self._last = total, {"step": step, "shares": len(peers.shares), "computed": computed, **times}
+    self._last.append((step, total, time.monotonic()))
 
   def _write_down(self) -> None:
     """Records the last step. While the next one is computed: then the CPU of a host is idle."""
-    if self._last is None:
-      return
-    (total, record), self._last = self._last, None
-    digest = zlib.crc32(total)
-    self._state[1] = _chain(int(self._state[1]), digest)
-    self._record(sum=digest, **record)
-    if record["step"] % SAVE_STEPS == 0:
-      new = self._copy.with_suffix(".new")
-      new.write_text(json.dumps(self._state.tolist()))
-      new.rename(self._copy)
+    for step, total, at in self._last:
+      digest = zlib.crc32(total)
+      self._state[1] = zlib.crc32(digest.to_bytes(4), int(self._state[1]))
+      self._record(step=step, sum=digest, cpu=time.process_time(), at=at)
+      if step % SAVE_STEPS == 0:
+        new = self._copy.with_suffix(".new")
+        new.write_text(json.dumps(self._state.tolist()))
+        new.rename(self._copy)
+    self._last.clear()
 
   def _values(self, step: int, first: int, stop: int) -> np.ndarray:
     """The sum of a piece, as a device has added it: without time on this CPU, except for the first time."""
@@ -215,9 +208,8 @@ class Member:
             cut[number] = socket.socket(fileno=os.dup(number))
             cut[number].setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
       while cut and not file.exists():
-        _, sock = cut.popitem()
-        sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-        sock.close()
+        with cut.popitem()[1] as sock:
+          sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
   def _send(self, other: int) -> None:
     self._write_down()
@@ -226,11 +218,6 @@ class Member:
   def _receive(self, source: int) -> None:
     self._write_down()
     self._peers.exchange.receive_state(source, lambda header: [self._state])
-
-
-def _chain(before: int, digest: int) -> int:
-  """A checksum of all sums so far, and of one more."""
-  return zlib.crc32(digest.to_bytes(4, "little"), before)
 
 
 def supervise(case: Case) -> NoReturn:
@@ -296,14 +283,10 @@ def records(case: Case, member: int | None = None) -> Iterator[dict[str, Any]]:
 def measure(case: Case, verbose: bool) -> str:
   """Runs a case. Returns its row of the table."""
   command = [sys.executable, "-m", "end_to_end.benchmarks.fleet", "--supervise", json.dumps(asdict(case))]
-  environment = os.environ | {"OPENBLAS_NUM_THREADS": "1"}
-  with tempfile.TemporaryFile("w+") as log:
-    code = subprocess.run(
-      command, env=environment, stdout=None if verbose else log, stderr=subprocess.STDOUT
-    ).returncode
-    if code:
-      log.seek(0)
-      sys.exit(f"{log.read()}\nThe run ended with exit code {code}; its log is above.")
+  environment, out = os.environ | {"OPENBLAS_NUM_THREADS": "1"}, None if verbose else subprocess.PIPE
+  run = subprocess.run(command, env=environment, stdout=out, stderr=subprocess.STDOUT, text=True)
+  if run.returncode:
+    sys.exit(f"{run.stdout or ''}\nThe run ended with exit code {run.returncode}; its log is above.")
   lives = [life for member in range(case.members) for life in _lives(case, member)]
   found = [record for life in lives for record in life]
   check(case, found)
@@ -311,9 +294,8 @@ def measure(case: Case, verbose: bool) -> str:
   if first is None:
     sys.exit("Member 1 was not called slow. Raise --steps, --seconds or --slow.")
   ends: dict[int, float] = {}
-  for record in found:
-    if "step" in record:
-      ends[record["step"]] = min(record["at"], ends.get(record["step"], record["at"]))
+  for record in sorted((record for record in found if "step" in record), key=lambda record: -record["at"]):
+    ends[record["step"]] = record["at"]
   seconds, steps = ends[case.steps] - ends[first], case.steps - first
   live = sum(_live(case, life, first, ends) for life in lives)
   constant = case.kill_every == 0 > case.trace and (case.slow == 1 or case.slow_to >= case.steps)
@@ -344,7 +326,7 @@ def check(case: Case, found: list[dict[str, Any]]) -> None:
   for step in range(1, case.steps + 1):
     sums = {record["sum"] for record in found if record.get("step") == step}
     assert sums == {digests[step % PHASES]}, f"step {step}: {sums}, not {digests[step % PHASES]}"
-    chain = _chain(chain, digests[step % PHASES])
+    chain = zlib.crc32(digests[step % PHASES].to_bytes(4), chain)
   states = [record["state"] for record in found if "state" in record]
   assert states and all(state == [case.steps, chain] for state in states), f"{states}, not {[case.steps, chain]}"
 
@@ -367,11 +349,8 @@ def _live(case: Case, life: list[dict[str, Any]], first: int, ends: dict[int, fl
   start = next((record["at"] for record in life if "ready" in record), end)
   stop = next((record["at"] for record in life if "killed" in record), end)
   clipped = lambda moment: min(max(moment, begin), end)
-  live = clipped(stop) - clipped(start)
-  if life[0]["member"] == 1 and case.slow > 1:
-    slow = clipped(min(stop, ends[min(case.slow_to, case.steps)])) - clipped(start)
-    live -= max(0.0, slow) * (1 - 1 / case.slow)
-  return live
+  slow = clipped(min(stop, ends[min(case.slow_to, case.steps)])) - clipped(start) if life[0]["member"] == 1 else 0.0
+  return clipped(stop) - clipped(start) - max(0.0, slow) * (1 - 1 / case.slow)
 
 
 def _cpu(life: list[dict[str, Any]], first: int) -> float:

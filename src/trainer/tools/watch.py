@@ -9,6 +9,7 @@ and may be on gs:// or s3://. Only this machine can open the page; forward the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import http.server
 import json
@@ -55,10 +56,12 @@ class Server(http.server.ThreadingHTTPServer):
     names = [name] if name else chosen
     if not names:
       return self.page
-    folders = [folder for folder in map(self.page.listed, names) if folder]
-    if len(folders) < len(names):
-      return None
-    return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
+    with contextlib.suppress(ConfigError):
+      runs = self.page.runs()
+      if runs.keys() >= set(names):
+        folders = [runs[name] for name in names]
+        return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
+    return None
 
   @property
   def url(self) -> str:

@@ -54,14 +54,13 @@ def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
 
 def of_one_process(elastic: ElasticSection) -> Iterator[str]:
   """Keys of runs that recover inside one process, given where each slice is a process."""
-  for name, reason in (
-    ("snapshot_period", "a slice gets the state from another slice, so no snapshots are taken"),
-    ("elastic_backup_kind", "a slice gets the state from another slice, so no snapshots are taken"),
-  ):
+  for name in ("snapshot_period", "elastic_backup_kind"):
     default = type(elastic).model_fields[name].default
     if (value := getattr(elastic, name)) != default:
-      what = f"{name}={value}: has no effect where each slice is a process: {reason}"
-      yield f"{what}.\nRemove it, or give {name}={default}."
+      yield (
+        f"{name}={value}: has no effect where each slice is a process: a slice gets the state from another slice, so "
+        f"no snapshots are taken.\nRemove it, or give {name}={default}."
+      )
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

@@ -111,7 +111,7 @@ def _representable(section: Section) -> Iterator[str]:
 def _allow_config_change(allowed: str) -> Iterator[str]:
   """Every name can be allowed. Checked at every start: otherwise a typo would be found days later, at a resume."""
   given = f"allow_config_change={shorten(allowed)}:"
-  for name in resume.names(allowed):
+  for name in listed(allowed):
     if name in resume.CHANGES_STATE:
       yield (
         f"{given} with another {name} the checkpoint's arrays do not fit, so this cannot be allowed.\n"

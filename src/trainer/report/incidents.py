@@ -150,7 +150,8 @@ def _recovers(recovery: dict[str, Any], event: dict[str, Any]) -> bool:
 
 
 def _resize(run: Run, event: dict[str, Any], recovery: dict[str, Any]) -> Incident:
-  lost, after = int(recovery.get("steps_lost") or 0), recovery.get("slices_after")
+  lost = int(recovery.get("steps_lost") or 0)
+  after: Any = recovery.get("slices_after")
   what = f"{_change(event)} Training continued on {counted(after, 'slice')}"
   source = _SOURCES.get(str(recovery.get("tier")))
   what += f", from {source}." if source else "."

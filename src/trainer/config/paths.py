@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -261,19 +261,12 @@ def _check_run_directory(directory: str) -> None:
 
 
 def _writable(folder: Path) -> bool:
-  """Whether a file can be created in `folder`. Tries an unnamed temporary file if the system has such files."""
-  if not os.access(folder, os.W_OK | os.X_OK):
-    return False
-  if not hasattr(os, "O_TMPFILE"):
-    return True
+  """Whether a file can be created in `folder`. Tries a temporary file, without a name where this is possible."""
   try:
-    os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600))
-  except OSError as error:
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
-      return False
-    # This file system has no unnamed files. FUSE and NFS store files and have blocks; /proc and /sys have none.
-    return os.statvfs(folder).f_blocks > 0
-  return True
+    with tempfile.TemporaryFile(dir=folder):
+      return True
+  except OSError:
+    return False
 
 
 def _check_tfds(folder: str) -> None:

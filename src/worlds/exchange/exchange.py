@@ -200,6 +200,7 @@ class Exchange:
   def _plan(
     self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire, known: Sequence[tuple[int, int]], group: int
   ) -> Plan:
+    """The plan of a sum, kept while the shares are dealt in this way."""
     now = {member: tuple(shares) for member, shares in dealt.items()}
     if now != self._dealt:
       self._dealt, self._plans = now, {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
+from tests.support import first_day, needs
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
@@ -111,26 +110,34 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
   assert line.endswith(complaint)
 
 
-def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
-  """The first day of a fork."""
+def test_without_the_programs_around_it_the_core_trains_and_its_tests_are_found(tmp_path):
+  """The first day of a fork. `python -m tests.support.first_day` runs these tests."""
   around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}
   page = (SOURCE.parent / "docs" / "how_to" / "leave_a_part_out.md").read_text()
-  assert around == set(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE))
-  left_out = lambda folder, names: around & set(names) if folder == str(SOURCE / "trainer") else ()
-  shutil.copytree(SOURCE, tmp_path / "src", ignore=left_out)
-  nothing = "def parts():\n  from trainer.run.plugins import Parts\n\n  return Parts()\n"
-  (tmp_path / "src" / "trainer" / "defaults.py").write_text(nothing)
+  rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)", page, flags=re.MULTILINE))
+  assert around == set(needs.WORKSHOP) == rows.keys()
+  known = modules()
+  for module, tree in known.items():
+    for name in {part(name) for name in imports(tree, known) if name != "trainer"} & around - {part(f"{module}.")}:
+      file = "__init__.py" if module == "trainer" else f"{module.rpartition('.')[2]}.py"
+      assert f"{file}`" in rows[name] or module == "trainer.defaults", f"{module} needs {name}: say so on the page"
+  fork = tmp_path / "fork"
+  environment = first_day.make(fork)
+
+  def run(*arguments: str) -> str:
+    done = subprocess.run(
+      [sys.executable, "-m", *arguments], cwd=fork, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
   keys = "dataset_type=synthetic base_emb_dim=32 base_num_decoder_layers=1 base_mlp_dim=64 vocab_size=300 steps=2"
-  run = subprocess.run(
-    [sys.executable, "-m", "trainer", "configs/quickstart.yml", *keys.split(), f"base_output_directory={tmp_path}"],
-    env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert run.returncode == 0, run.stdout + run.stderr
-  assert "completed step: 2" in run.stdout and not (tmp_path / "quickstart" / "report.html").exists()
+  printed = run("trainer", "configs/quickstart.yml", *keys.split(), f"base_output_directory={tmp_path}")
+  assert "completed step: 2" in printed and not (tmp_path / "quickstart" / "report.html").exists()
   assert {path.name for path in (tmp_path / "quickstart" / "checkpoints").iterdir()} == {"2"}
+  assert (
+    int(re.search(r"(\d+) tests collected|(\d+)/\d+ tests collected", run("pytest", "--collect-only", "-n0"))[1]) > 1000
+  )
 
 
 def test_the_two_drivers_do_not_know_each_other():

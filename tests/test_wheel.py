@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import yaml
+from tests.support import needs
 from tests.support.wheel import ROOT, build_once, run_in
 from tests.test_layering import PACKAGES
 
@@ -42,6 +43,7 @@ def test_every_config_is_in_the_wheel(wheel):
   assert all((wheel / name / "py.typed").exists() for name in PACKAGES)
 
 
+@needs.workshop
 def test_the_elastic_demo_finds_its_configuration(run):
   result = run("-m", "trainer.tools.elastic_demo", "steps=5")
   assert result.returncode == 2 and "fault_injection=slice_down@20:1" in result.stderr
@@ -72,7 +74,7 @@ def test_messages_name_this_project_and_extras_that_it_has():
   texts = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
   extras = {extra for text in texts.values() for extra in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", text)}
   extras |= {extra for text in texts.values() for extra in re.findall(r"\bextra=\"(\w+)\", reason", text)}
-  assert {"arrow", "gpu", "ray", "tpu"} <= extras <= project["optional-dependencies"].keys()
+  assert {"arrow", "gpu", "tpu"} <= extras <= project["optional-dependencies"].keys()
   offered = re.search(r"^    (--dev .*)\)$", (ROOT / "setup.sh").read_text(), re.MULTILINE)[1].split(" | ")
   assert {name.removeprefix("--") for name in offered} == project["optional-dependencies"].keys()
   pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *texts]

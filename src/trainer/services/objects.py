@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainer.observe.log import Log
-from trainer.services.background import BackgroundWriter
+from trainer.services.background_writer import BackgroundWriter
 
 
 class MetricsObjects:

@@ -52,10 +52,10 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     try:
       outcome, state = _train(attempt, start)
     except attempt.driver.coordination_errors:
-      step, state = attempt.driver.last_state()
-      if state is not None:
+      step, last = attempt.driver.last_state()
+      if last is not None:
         with session.watchdog.during("save"):
-          attempt.save_in_storage(step, state)
+          attempt.save_in_storage(step, last)
       return Outcome("preempted", step)
     if outcome.kind == "complete":
       attempt.completed(outcome.step, state)

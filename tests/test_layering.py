@@ -202,6 +202,15 @@ def test_only_the_cluster_reads_the_environment():
   assert {part(name) for name in readers} == {"cluster"}, readers
 
 
+def test_no_two_classes_of_the_trainer_share_a_name():
+  places: dict[str, list[str]] = {}
+  for name, tree in modules().items():
+    for node in tree.body:
+      if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        places.setdefault(node.name, []).append(name)
+  assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def declared(tree: ast.Module) -> set[str]:
   """The attributes that the classes of a module declare, or give themselves."""
   names = set()

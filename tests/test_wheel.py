@@ -68,13 +68,14 @@ def test_the_metadata_is_complete_and_names_no_place_that_does_not_exist():
   assert 'image.source="$SOURCE"' in labels and 'image.revision="$REVISION"' in labels
 
 
+@needs.workshop
 def test_messages_name_this_project_and_extras_that_it_has():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert project["name"] == DISTRIBUTION
   texts = {path: path.read_text() for path in (ROOT / "src").rglob("*.py")}
   extras = {extra for text in texts.values() for extra in re.findall(r"how_to_install\(['\"](\w+)['\"]\)", text)}
   extras |= {extra for text in texts.values() for extra in re.findall(r"\bextra=\"(\w+)\", reason", text)}
-  assert {"arrow", "gpu", "tpu"} <= extras <= project["optional-dependencies"].keys()
+  assert {"arrow", "gpu", "ray", "tpu"} <= extras <= project["optional-dependencies"].keys()
   offered = re.search(r"^    (--dev .*)\)$", (ROOT / "setup.sh").read_text(), re.MULTILINE)[1].split(" | ")
   assert {name.removeprefix("--") for name in offered} == project["optional-dependencies"].keys()
   pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *texts]

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from tests.pages.test_code_blocks import blocks, literals, split
 from tests.pages.test_pages import section
+from tests.support import needs
 
 from trainer.config.keys import all_keys
 from trainer.config.load import load
@@ -46,6 +47,7 @@ def test_the_page_about_a_new_jax_has_every_unstable_part_that_the_code_imports(
   assert (unstated, unused) == (set(), set())
 
 
+@needs.workshop
 def test_kubernetes_and_the_launchers_accept_the_objects_for_gpu_clusters():
   objects = [yaml.safe_load(text) for language, text in blocks(DOCS / "run_on_gpu_kubernetes.md") if language == "yaml"]
   assert [node["kind"] for node in objects] == ["Service", "Job", "Job"]
@@ -119,6 +121,7 @@ def lines_of(path: str, name: str) -> int:
   return found.end_lineno - found.lineno + 1
 
 
+@needs.workshop
 def test_the_first_hour_is_as_short_as_the_page_says():
   rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|$", FIRST_HOUR, flags=re.MULTILINE)
   assert len(rows) == 5

@@ -30,13 +30,16 @@ def make(fork: pathlib.Path) -> dict[str, str]:
   shutil.copytree(ROOT, fork, ignore=left_out, symlinks=True)
   trainer = fork / "src" / "trainer"
   (trainer / "defaults.py").write_text(_NO_PARTS)
-  names = (trainer / "__init__.py").read_text()
-  (trainer / "__init__.py").write_text(re.sub(r".*\btrainer\.weights\b.*\n", "", names))
-  announce = trainer / "run" / "announce.py"
-  text, count = re.subn(r"  commands = \[\[.*?(?=\n\n)", "  return []", announce.read_text(), flags=re.DOTALL)
-  assert count == 1, "next_commands has no list of commands"
-  announce.write_text(text)
+  _replace(trainer / "__init__.py", r"^[^\n]*\btrainer\.weights\b[^\n]*\n", "")
+  _replace(trainer / "library.py", r"^  from trainer\.weights[^\n]*\n|^  def evaluate\(.*?(?=^  @)|^def _loss\(.*", "")
+  _replace(trainer / "run" / "announce.py", r"^  commands = \[\[.*?^  return \[shlex[^\n]*", "  return []")
   return os.environ | {"PYTHONPATH": f"{fork / 'src'}{os.pathsep}{fork}"}
+
+
+def _replace(path: pathlib.Path, pattern: str, by: str) -> None:
+  text, count = re.subn(pattern, by, path.read_text(), flags=re.MULTILINE | re.DOTALL)
+  assert count, f"{path.name} has no {pattern}"
+  path.write_text(text)
 
 
 def main() -> int:

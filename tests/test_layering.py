@@ -110,6 +110,7 @@ def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
   assert line.endswith(complaint)
 
 
+@needs.workshop
 def test_without_the_programs_around_it_the_core_trains_and_its_tests_are_found(tmp_path):
   """The first day of a fork. `python -m tests.support.first_day` runs these tests."""
   around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}

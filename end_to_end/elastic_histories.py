@@ -24,7 +24,7 @@ import jax
 from tests.support.elastic_harness import NUM_SLICES, Harness, History
 
 from trainer.config.faults import RandomFaults
-from trainer.elastic.attempt import Outcome
+from trainer.elastic.elastic_run import Outcome
 from trainer.elastic.faults import draw
 
 STEPS = 12

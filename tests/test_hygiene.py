@@ -13,6 +13,7 @@ import warnings
 
 import pytest
 from packaging.requirements import Requirement
+from tests.support import needs
 
 import trainer
 
@@ -148,7 +149,7 @@ def test_the_lock_names_versions_with_hashes_and_no_address():
 def test_the_lock_pins_what_pyproject_asks_for(python):
   chosen = pins(python)
   extras = PROJECT["optional-dependencies"]
-  for text in [*PROJECT["dependencies"], *(text for needs in extras.values() for text in needs)]:
+  for text in [*PROJECT["dependencies"], *(text for packages in extras.values() for text in packages)]:
     requirement = Requirement(text)
     name = requirement.name.lower().replace("_", "-")
     assert name in chosen, f"{text} is not in requirements.lock: its head says how to renew it"
@@ -174,6 +175,7 @@ def imported_packages() -> set[str]:
   return names
 
 
+@needs.workshop
 def test_src_imports_every_core_dependency():
   """A package that no code imports does not belong in the core dependencies."""
   module = {"orbax-checkpoint": "orbax", "array-record": "array_record", "pyyaml": "yaml"}
@@ -217,6 +219,7 @@ def test_ci_runs_the_second_command():
   assert SECOND in [line.strip() for line in (ROOT / ".ci" / "run").read_text().splitlines()]
 
 
+@needs.workshop
 def test_every_path_that_the_documents_name_exists():
   """`src/...`, `configs/...` and the like in README.md, CONTRIBUTING.md and docs/, in backquotes or as a link."""
   missing = []

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import pathlib
 import re
-import shutil
 import subprocess
 import sys
 
 import pytest
+from tests.support import first_day, needs
 
 SOURCE = pathlib.Path(__file__).parents[1] / "src"
 
@@ -96,26 +95,34 @@ def test_imports_point_down():
   assert not wrong, "\n".join(wrong)
 
 
-def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
-  """The first day of a fork."""
+@needs.workshop
+def test_without_the_programs_around_it_the_core_trains_and_its_tests_are_found(tmp_path):
+  """The first day of a fork. `python -m tests.support.first_day` runs these tests."""
   around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}
   page = (SOURCE.parent / "docs" / "how_to" / "leave_a_part_out.md").read_text()
-  assert around == set(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE))
-  left_out = lambda folder, names: around & set(names) if folder == str(SOURCE / "trainer") else ()
-  shutil.copytree(SOURCE, tmp_path / "src", ignore=left_out)
-  nothing = "def parts():\n  from trainer.run.plugins import Parts\n\n  return Parts()\n"
-  (tmp_path / "src" / "trainer" / "defaults.py").write_text(nothing)
+  rows = dict(re.findall(r"^\| `(\w+)/` \|(.*)", page, flags=re.MULTILINE))
+  assert around == set(needs.WORKSHOP) == rows.keys()
+  known = modules()
+  for module, tree in known.items():
+    needed = {part(name) for name in imports(tree, known) if name.startswith("trainer.")} & around
+    for name in needed - {part(f"{module}.")}:
+      file = "__init__.py" if module == "trainer" else f"{module.rpartition('.')[2]}.py"
+      assert f"{file}`" in rows[name] or module == "trainer.defaults", f"{module} needs {name}: say so on the page"
+  fork = tmp_path / "fork"
+  environment = first_day.make(fork)
+
+  def run(*arguments: str) -> str:
+    done = subprocess.run(
+      [sys.executable, "-m", *arguments], cwd=fork, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
   keys = "dataset_type=synthetic base_emb_dim=32 base_num_decoder_layers=1 base_mlp_dim=64 vocab_size=300 steps=2"
-  run = subprocess.run(
-    [sys.executable, "-m", "trainer", "configs/quickstart.yml", *keys.split(), f"base_output_directory={tmp_path}"],
-    env=os.environ | {"PYTHONPATH": str(tmp_path / "src")},
-    capture_output=True,
-    text=True,
-    timeout=300,
-  )
-  assert run.returncode == 0, run.stdout + run.stderr
-  assert "completed step: 2" in run.stdout and not (tmp_path / "quickstart" / "report.html").exists()
+  printed = run("trainer", "configs/quickstart.yml", *keys.split(), f"base_output_directory={tmp_path}")
+  assert "completed step: 2" in printed and not (tmp_path / "quickstart" / "report.html").exists()
   assert {path.name for path in (tmp_path / "quickstart" / "checkpoints").iterdir()} == {"2"}
+  run("pytest", "--collect-only", "-q", "-n0")
 
 
 def test_the_two_drivers_do_not_know_each_other():
@@ -178,6 +185,15 @@ def test_only_the_cluster_reads_the_environment():
   }
   assert readers, "somebody must look for the launcher"
   assert {part(name) for name in readers} == {"cluster"}, readers
+
+
+def test_no_two_classes_of_the_trainer_share_a_name():
+  places: dict[str, list[str]] = {}
+  for name, tree in modules().items():
+    for node in tree.body:
+      if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+        places.setdefault(node.name, []).append(name)
+  assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 def declared(tree: ast.Module) -> set[str]:

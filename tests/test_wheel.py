@@ -8,6 +8,7 @@ import tomllib
 
 import pytest
 import yaml
+from tests.support import needs
 from tests.support.wheel import ROOT, build_once, run_in
 from tests.test_layering import PACKAGES
 
@@ -42,6 +43,7 @@ def test_every_config_is_in_the_wheel(wheel):
   assert all((wheel / name / "py.typed").exists() for name in PACKAGES)
 
 
+@needs.workshop
 def test_the_elastic_demo_finds_its_configuration(run):
   result = run("-m", "trainer.tools.elastic_demo", "steps=5")
   assert result.returncode == 2 and "fault_injection=slice_down@20:1" in result.stderr
@@ -66,6 +68,7 @@ def test_the_metadata_is_complete_and_names_no_place_that_does_not_exist():
   assert 'image.source="$SOURCE"' in labels and 'image.revision="$REVISION"' in labels
 
 
+@needs.workshop
 def test_messages_name_this_project_and_extras_that_it_has():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   assert project["name"] == DISTRIBUTION

@@ -29,7 +29,7 @@ from end_to_end.benchmarks.elastic_recovery import DOWN_AND_UP, REPLACED
 from end_to_end.pathways_histories import StandIn
 from tests.support.elastic_harness import NUM_SLICES, Harness
 
-from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.elastic_run import ElasticRun
 
 NEVER = 1000  # as a period, in steps
 

@@ -67,7 +67,7 @@ def command() -> NoReturn:
   signals.listen()
   code = main(signals=signals)
   signals.ignore()
-  writers = sys.modules.get("trainer.services.background")
+  writers = sys.modules.get("trainer.services.background_writer")
   # wandb would wait at the interpreter's end for a server that does not answer.
   writing = writers is not None and writers.any_waits()
   if code == INTERRUPTED or writing or _runtime_is_busy():

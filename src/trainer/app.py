@@ -156,7 +156,7 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.config import ConfigError
   from trainer.elastic import retry
-  from trainer.elastic.attempt import Job
+  from trainer.elastic.elastic_run import Job
   from trainer.process import runtime_errors
   from trainer.run.step_records import TrainingDiverged
   from worlds.membership.client import SupervisorLost

@@ -20,14 +20,14 @@ def parts() -> Parts:
   from trainer.report.plugin import Report
   from trainer.run.plugins import Parts
   from trainer.services.plugin import Services
-  from trainer.services.receipt import Receipt
+  from trainer.services.receipt import ReceiptWriter
   from trainer.weights import sources
   from trainer.weights.exports import Exports
   from trainer.weights.sample import Sample
   from trainer.weights.scores import Scorer
   from trainer.weights.tokenizers import KeepTokenizer
 
-  plugins = (Services, Receipt, KeepTokenizer, Exports, Scorer, Sample, Report)
+  plugins = (Services, ReceiptWriter, KeepTokenizer, Exports, Scorer, Sample, Report)
   return Parts(plugins, open_weights=sources.open_source, choose_remat=_choose_remat)
 
 

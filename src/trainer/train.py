@@ -24,7 +24,7 @@ from trainer.cluster.coordination import WithPeers
 from trainer.config.schema import Config
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.drivers.one_controller import OneController
-from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.elastic_run import ElasticRun, Outcome
 from trainer.program.state import TrainState
 from trainer.run import after_step
 from trainer.run.after_step import Due
@@ -52,7 +52,11 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
     try:
       outcome, state = _train(attempt, start)
     except attempt.driver.coordination_errors:
-      return attempt.driver.end_without_coordination(attempt.save_in_storage)
+      step, last = attempt.driver.last_state()
+      if last is not None:
+        with session.watchdog.during("save"):
+          attempt.save_in_storage(step, last)
+      return Outcome("preempted", step)
     if outcome.kind == "complete":
       attempt.completed(outcome.step, state)
     return outcome

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from tests.support import command
@@ -15,7 +14,6 @@ from tests.support.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 from tests.support.seeds import few
 
-from trainer.report import goodput, history, page
 from worlds.addresses import free_port
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
@@ -40,8 +38,6 @@ def test_ctrl_c_between_steps_is_130_with_one_line(make, keys):
   again = "goes on from the last checkpoint" if keys == ["checkpoint_period=2"] else "starts from step 0"
   assert run.printed.splitlines()[-1] == f"Interrupted: the same command {again}."
   assert run.events("run_end")[-1]["exit"] == 130
-  records = history.load(str(run.directory))
-  assert "Stopped by Ctrl-C (exit code 130)." in Path(page.write(records, goodput.compute(records))).read_text()
   last = run.last_step
   process = start_and_train(run, last + 2) if keys == ["checkpoint_period=2"] else run.start()
   assert command.wait_until(process, lambda: len(run.events("init_done")) == 2)

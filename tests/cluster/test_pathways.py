@@ -124,6 +124,12 @@ def test_the_controller_writes_the_local_copy_of_one_slice(slices):
   assert cluster.copied(cluster.view({1, 2, 3})) == {1: tuple(jax.devices()[2:4])}
 
 
+def test_a_real_cluster_is_not_in_the_path_of_a_batch(slices):
+  cluster = slices.cluster()
+  compute = lambda state, batch: state
+  assert cluster.on_slices(compute, cluster.view({1})) is compute
+
+
 @pytest.mark.parametrize("code", ["DATA_LOSS", "UNAVAILABLE", "ABORTED", "CANCELLED", "INVALID_ARGUMENT", "INTERNAL"])
 def test_every_error_of_a_health_check_means_that_the_slice_does_not_answer(slices, code):
   cluster = slices.cluster()

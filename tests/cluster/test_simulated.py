@@ -117,7 +117,7 @@ def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
   step, weight, batch = sharded_step(view)
   assert simulated.poison(batch, view) is batch
   simulated.lose(2)
-  new_weight, loss = step(weight, simulated.poison(batch, view))  # dispatched like any other step
+  new_weight, loss = simulated.on_slices(step, view)(weight, batch)  # dispatched like any other step
   with pytest.raises(jax.errors.JaxRuntimeError, match=r"DATA_LOSS: simulated loss of slices \[2\]") as caught:
     jax.block_until_ready((new_weight, loss))
   assert runtime_errors.slices_lost(str(caught.value)) == {2}

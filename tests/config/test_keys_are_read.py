@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.support import needs
+
 import trainer
 from input_pipeline import options
 from trainer.config.keys import all_keys
@@ -36,6 +38,7 @@ def derived() -> dict[str, set[str]]:
   return {n.name: names_read(n) for tree in trees for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
 
 
+@needs.workshop
 def test_every_key_is_read():
   read: set[str] = set(USED_BY_LOADING)
   for path in [*SOURCE.rglob("*.py"), *OPTIONS.parent.glob("*.py")]:

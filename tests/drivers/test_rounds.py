@@ -11,7 +11,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.drivers.rounds import Own, Rounds
+from trainer.drivers.rounds import Contribution, Rounds
 from worlds.exchange import Part
 from worlds.exchange.plan import Plan
 
@@ -40,7 +40,7 @@ def test_shares_that_a_member_gets_later_are_added_to_what_it_has(group, gains):
 
   def compute(share):
     computed.append(share)
-    return Own((np.float32(share),), [Part({"w": array(share)})])
+    return Contribution((np.float32(share),), [Part({"w": array(share)})])
 
   for more in gains:
     shares |= {share for share in more if share < total}

@@ -12,8 +12,8 @@ from end_to_end.flips import STEPS, Flip, Runs
 from tests.support.elastic_harness import TINY
 
 from trainer.config.faults import parse
-from trainer.drivers.rounds import Own
-from trainer.drivers.witness import ComparedShare
+from trainer.drivers.compared_share import ComparedShare
+from trainer.drivers.rounds import Contribution
 from worlds.membership.messages import message
 from worlds.membership.witness import draw
 from worlds.peers import Peers
@@ -56,7 +56,7 @@ def test_what_the_supervisor_says_of_one_round_does_not_hold_for_the_next_round(
   peers = Peers(membership, exchange, lane=0)
   peers.epoch, peers.dealt = 8, {0: (0, 1), 2: (2, 3), 3: (4, 5)}
   checks: Any = types.SimpleNamespace(of_share=lambda scalars, parts: (scalars, parts))
-  of_step = lambda check: ComparedShare(peers, checks, 0, check, lambda share: Own(np.zeros(3)))
+  of_step = lambda check: ComparedShare(peers, checks, 0, check, lambda share: Contribution(np.zeros(3)))
   drawn = [draw(0, check, peers.dealt, {}) for check in range(6)]
   second = next(check for check, one in enumerate(drawn) if one.members[1] == 3)
   peers.handle(message("check", epoch=8, unlike={}, asked=[0, 2], since=8))

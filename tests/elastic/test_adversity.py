@@ -13,7 +13,7 @@ from tests.support import guide_awk
 from tests.support.seeds import few
 
 from trainer.elastic import hang as hang_lib
-from trainer.elastic.attempt import Outcome
+from trainer.elastic.elastic_run import Outcome
 from trainer.run import attempt
 
 DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"

@@ -13,7 +13,7 @@ from tests.support.command import without_times
 from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
 from trainer.elastic import hang
-from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.elastic_run import ElasticRun, Outcome
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import sys
 
 import pytest
 from end_to_end import cards, shakespeare, verify_card
+from tests.support import needs
 
 from input_pipeline.tokenizer import load_bpe
 from trainer.config.load import load
@@ -28,6 +29,8 @@ def test_the_page_is_drawn_from_the_cards():
 
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 def test_a_card_is_complete(card):
+  if any(path.startswith(f"src/trainer/{name}") for path in card.paths for name in needs.deleted):
+    pytest.skip("measures a part that this fork has deleted")
   assert isinstance(card.date, datetime.date) and card.paths and card.not_verified and card.machine and card.versions
   assert card.figures and [path for path in card.paths if not (ROOT / path).exists()] == []
   for name, figure in card.figures.items():

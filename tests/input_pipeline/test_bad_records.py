@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from tests.support import tfds_dataset
 from tests.support.data_files import ARROW, TEXTS, TOKENS, everything, load, write_jsonl, write_records
-from tests.tools.test_tokenize import job_of
 
 from input_pipeline import loader as loader_lib
 from input_pipeline.batch import DataError
@@ -21,7 +20,6 @@ from input_pipeline.options import DataOptions
 from trainer.config import mixture
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
-from trainer.tools.tokenize import part as part_lib
 
 BAD = 17  # the number of the bad record
 REST = {kind: [*values[:BAD], *values[BAD + 1 :]] for kind, values in (("text", TEXTS), ("tokens", TOKENS))}
@@ -156,15 +154,6 @@ def test_a_row_group_that_cannot_be_read_is_named_and_counted(tmp_path):
   rest = write_jsonl(tmp_path / "rest", "text", [*TEXTS[:14], *TEXTS[21:]])
   want = load(tmp_path, grain_train_files=rest, grain_file_type="jsonl", packing="none")
   assert everything(load(tmp_path, max_bad_records=7, **keys)) == everything(want)
-
-
-def test_the_tool_skips_the_same_records_and_names_them_in_the_manifest(tmp_path):
-  job = job_of("documents", **jsonl(tmp_path), train_data_columns="body", max_bad_records=1)
-  assert job.max_bad_records == 1
-  pieces = job.splits["train"].pieces
-  counts = part_lib.write(job, "train", pieces, tmp_path / "a.array_record", lambda tokens: None)
-  assert (counts["documents"], counts["bad_records"]) == (len(TEXTS) - 1, 1)
-  assert re.search(rf"data.jsonl:{BAD + 1}: no field", counts["bad"][0])
 
 
 def test_a_mixture_counts_the_bad_records_of_all_sources(tmp_path):

@@ -16,7 +16,6 @@ from input_pipeline.errors import ConfigError
 from input_pipeline.loader import Loader, check, make_loader, open_eval_sets
 from input_pipeline.options import DataOptions, MixtureEntry
 from input_pipeline.tokenizer import load_bpe
-from trainer.tools.tokenize.__main__ import main as tokenize
 
 EOT = 2  # <|im_end|>
 HELLO = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": " world"}]
@@ -306,27 +305,6 @@ def test_chats_in_a_mixture_and_in_evaluation_sets(tmp_path):
     assert {name: sequences_of(loader) for name, loader in sets.items()} == {
       name: sequences_of(loader) for name, loader in alone.items()
     }
-
-
-def test_tokenize_writes_windows_with_weights_and_prints_a_preview(tmp_path, capsys):
-  path = chats.write_jsonl(tmp_path / "a.jsonl", chats.conversations(30))
-  cfg = options(tmp_path, grain_train_files=path)
-  keys = (
-    ["configs/base.yml"]
-    + [f"{key}={value}" for key, value in cfg.model_dump(exclude_unset=True).items()]
-    + ["vocab_size=400"]
-  )
-  assert tokenize([*keys, "--output", str(tmp_path / "out"), "--processes", "1"]) == 2
-  assert "--records=documents: a record of token ids does not say" in capsys.readouterr().err
-  assert tokenize([*keys, "--output", str(tmp_path / "out"), "--processes", "1", "--records", "windows"]) == 0
-  written = load(
-    options(tmp_path, grain_file_type="arrayrecord_windows", grain_train_files=str(tmp_path / "out/train"))
-  )
-  assert sequences_of(written) == sequences_of(load(cfg))
-  capsys.readouterr()
-  assert tokenize([*keys, "--preview", "2"]) == 0
-  said = capsys.readouterr().out
-  assert said.count("---\n") == 2 and "<|im_start|>assistant\n[[" in said
 
 
 def test_a_window_with_untrained_tokens_survives_its_file_and_text_stays_as_it_is():

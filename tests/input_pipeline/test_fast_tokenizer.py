@@ -6,7 +6,6 @@ import json
 import pickle
 import random
 import string
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +16,7 @@ from input_pipeline import datasets, fast_tokenizer
 from input_pipeline.errors import ConfigError
 from input_pipeline.fast_tokenizer import FastTokenizer
 from input_pipeline.options import DataOptions
-from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, train_bpe
-from trainer.tools.tokenize.__main__ import main
+from input_pipeline.tokenizer import BpeTokenizer, train_bpe
 
 tokie = pytest.importorskip("tokie")
 CODE = Path(__file__).read_text() * 3
@@ -170,31 +168,3 @@ def test_a_tokenizer_that_differs_in_one_merge_is_found(tmp_path, changed):
   compared = FastTokenizer(given.json_text).compared(far["train"])
   with pytest.raises(ConfigError, match=r"document 2 of .*far.jsonl, after its character 40000: its token "):
     list(compared.read(compared.pieces[0]))
-
-
-def tokenize(folder: Path, source: str, output: str, *options: str) -> int:
-  keys = ["dataset_type=grain", "grain_file_type=jsonl", f"grain_train_files={source}", "tokenizer_type=bpe"]
-  keys += [
-    f"tokenizer_path={folder / 'tokenizer.json'}",
-    "vocab_size=1500",
-    f"dataset_cache_directory={folder / 'cache'}",
-  ]
-  return main(["configs/base.yml", *keys, "--processes=1", f"--output={folder / output}", *options])
-
-
-def test_the_tool_writes_the_same_bytes_and_names_the_library(tmp_path, capsys, monkeypatch):
-  (tmp_path / "tokenizer.json").write_text(json.dumps(TRAINED))
-  source = write_jsonl(tmp_path / "data", "text", texts(7)[2:])
-  assert tokenize(tmp_path, source, "plain") == tokenize(tmp_path, source, "fast", "--fast") == 0
-  manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("plain", "fast")]
-  assert manifests[0]["files"] == manifests[1]["files"]  # with the hashes of the output
-  assert manifests[1]["versions"].pop("tokie") and manifests[0]["versions"] == manifests[1]["versions"]
-  capsys.readouterr()
-  assert tokenize(tmp_path, source, "plain", "--fast") == 2
-  assert "versions.tokie: None -> " in capsys.readouterr().err
-  monkeypatch.setitem(sys.modules, "tokie", None)
-  assert tokenize(tmp_path, source, "absent", "--fast") == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert "python -m pip install tokie" in line and not (tmp_path / "absent").exists()
-  with pytest.raises(ConfigError, match="--fast: has no effect with tokenizer_type=byte"):
-    fast_tokenizer.make(ByteTokenizer(), {}, 0)

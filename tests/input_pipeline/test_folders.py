@@ -14,7 +14,6 @@ from input_pipeline import datasets
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
-from trainer.tools.tokenize import __main__ as tokenize
 
 LINES = "".join(json.dumps({"text": text}) + "\n" for text in TEXTS)
 
@@ -167,10 +166,3 @@ def test_a_byte_order_mark_is_not_text(tmp_path):
   # eval_fraction=0, because the bytes of the mark count in the split.
   one, two = (load(tmp_path / name, eval_fraction=0.0, **keys_of("text", tmp_path / name)) for name in ("one", "two"))
   assert everything(one) == everything(two)
-
-
-def test_the_tokenizer_command_names_what_is_not_read(tmp_path, odd, capsys):
-  keys = ["configs/base.yml", "dataset_type=text", f"dataset_path={odd}", "vocab_size=300", "eval_fraction=0"]
-  keys += [f"base_output_directory={tmp_path}", f"dataset_cache_directory={tmp_path}/cache", "--processes=1"]
-  assert tokenize.main([*keys, "--output", str(tmp_path / "tokens")]) == 0
-  assert f"Not read in {odd}: " in capsys.readouterr().out

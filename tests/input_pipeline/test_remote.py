@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import pickle
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,9 @@ from tests.support.data_files import TEXTS, everything, load, written
 
 from input_pipeline import datasets, jsonl, remote
 from input_pipeline.options import DataOptions
-from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, load_bpe, train_bpe
+from input_pipeline.tokenizer import BpeTokenizer, load_bpe, train_bpe
 from trainer.config import ConfigError
 from trainer.config import load as config_load
-from trainer.tools.tokenize import part
 
 fsspec = pytest.importorskip("fsspec")
 
@@ -88,20 +86,6 @@ def test_text_of_an_address_is_that_of_the_same_folder(tmp_path, store):
   for local, far in zip(*found, strict=True):
     assert everything(local) == everything(far)
     assert local.fingerprint() == far.fingerprint()
-
-
-def test_the_tokenizer_tool_reads_an_address(tmp_path, store):
-  """A part of a file, in the process that got it by pickling."""
-  keys = written(tmp_path, "text", "jsonl")
-  put(store, Path(keys["grain_train_files"]), "corpus")
-  digests = set()
-  for number, address in enumerate((keys["grain_train_files"], "memory://bucket/corpus")):
-    cfg = DataOptions(dataset_type="grain", **keys | {"grain_train_files": address})
-    splits = datasets.find(cfg)
-    job = pickle.loads(pickle.dumps(part.TokenizeJob(splits, ByteTokenizer(), 258, 8, "split", "documents", 0)))
-    (_, second, *_) = splits["train"].cut(splits["train"].pieces[0], 200)
-    digests.add(part.write(job, "train", [second], tmp_path / f"{number}.array_record", lambda tokens: None)["sha256"])
-  assert len(digests) == 1
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pickle
 import string
 import sysconfig
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from trainer.config.errors import ConfigError
-from trainer.weights.model import Model
 
 NAMES = ("bos_id", "eos_id", "vocab_size", "fingerprint")
 SAMPLE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
@@ -346,10 +344,3 @@ def test_bytes_without_tokens_are_lost_characters(tmp_path):
   whole = load_bpe(saved(tmp_path, "<s>", "</s>"))
   text = "\n \u043c\u0301 \ufffd \U0001f600"
   assert whole.lost(text, whole.encode_batch([text])[0]) == (0, 0)
-
-
-def test_a_prompt_without_any_token_is_refused(tmp_path):
-  model = SimpleNamespace(tokenizer=load_bpe(saved_model(tmp_path, "BPE without unk")))
-  assert Model.encode(model, "ab") == [0, 3, 4] and Model.encode(model, "") == [0]
-  with pytest.raises(ConfigError, match="'\u043c\u0438\u0440': the tokenizer of the model has no token for it"):
-    Model.encode(model, "\u043c\u0438\u0440")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import time
 
@@ -11,11 +10,7 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
-from trainer.config.schema import ObserveSection
-from trainer.observe import events, files, log, metrics
-from trainer.report import page
-from trainer.services.plugin import recorders
-from trainer.services.service import ServiceRun
+from trainer.observe import files, log
 
 
 @pytest.fixture
@@ -124,31 +119,6 @@ def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch,
     bucket.answers.set()
   warning = "warning: gs://b/run/x: no answer for 0.2 s; its last lines are lost\n"
   assert capsys.readouterr().err == warning
-
-
-def test_a_whole_run_on_an_object_store(bucket, tmp_path):
-  out, record = log.get("gs://b/run"), events.EventLog("gs://b/run", "run")
-  section = ObserveSection(services="gcs_metrics", log_period=2)
-  objects = functools.partial(recorders, "gs://b/run", section, record.process, out, ServiceRun())
-  writer = metrics.Metrics("gs://b/run", record, recorders=lambda: list(objects()))
-  record.emit("run_start", num_slices=1)
-  for step in (1, 2, 3):
-    writer.write(
-      metrics.StepRecord(step=step, seconds=0.001, loss=3.0 - step, grad_norm=1.0, lr=0.1, tokens=8, slices=1)
-    )
-  record.emit("run_end", exit=0)
-  writer.close()
-  record.close()
-  assert [r["loss"] for r in metrics.read_metrics("gs://b/run")] == [2.0, 1.0, 0.0]
-  assert [r["kind"] for r in events.read_events("gs://b/run")] == ["run_start", "run_end"]
-  assert sorted(path.name for path in (tmp_path / "b/run/metrics").iterdir()) == [
-    "metrics_step_000001_to_step_000002.txt",
-    "metrics_step_000003_to_step_000003.txt",
-  ]
-  page.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
-  out.close()
-  goodput, _, report = (line[20:] for line in files.read_lines("gs://b/run", "log.txt"))
-  assert goodput.startswith("goodput: ") and report == "Report: gs://b/run/report.html"
 
 
 def test_a_missing_file_has_no_lines(bucket, tmp_path):

@@ -2,18 +2,12 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 
 from stepcost import chips
-from trainer.config.schema import ObserveSection
-from trainer.observe import events, log, metrics, throughput
-from trainer.services.plugin import recorders
-from trainer.services.service import ServiceRun
+from trainer.observe import events, metrics, throughput
 
 
 def record(step: int, **changes) -> metrics.StepRecord:
@@ -21,11 +15,8 @@ def record(step: int, **changes) -> metrics.StepRecord:
   return metrics.StepRecord(**(fields | changes))
 
 
-def open_metrics(path, **cfg) -> metrics.Metrics:
-  section = ObserveSection(**({"services": ""} | cfg))
-  record = events.EventLog(str(path), "r")
-  open_all = lambda: list(recorders(str(path), section, record.process, log.get(None), ServiceRun()))
-  return metrics.Metrics(str(path), record, recorders=open_all)
+def open_metrics(path) -> metrics.Metrics:
+  return metrics.Metrics(str(path), events.EventLog(str(path), "r"))
 
 
 def test_the_step_line_word_for_word():
@@ -118,97 +109,12 @@ def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path,
   assert [one.get("eval_loss") for one in history] == [None] * 5 + [1.0, None]
 
 
-def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
-  out = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  for step in [*range(1, 16), *range(11, 24)]:  # a rewind from 15 to 10
-    out.write(record(step, loss=float(step)))
-  out.close()
-  steps = {
-    path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    for path in (tmp_path / "metrics").iterdir()
-  }
-  assert steps == {
-    "metrics_step_000001_to_step_000010.txt": [*range(1, 11)],
-    "metrics_step_000011_to_step_000015.txt": [*range(11, 16)],
-    "metrics_step_000011_to_step_000020.txt": [*range(11, 21)],
-    "metrics_step_000021_to_step_000023.txt": [*range(21, 24)],
-  }
-  again = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  again.write(record(21))
-  again.close()
-  once_more = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  once_more.write(record(21))
-  once_more.close()
-  assert (tmp_path / "metrics" / "metrics_step_000021_to_step_000021.1.txt").exists()
-
-
-def tensorboard(run) -> tuple[list[tuple[int, str, float]], list[int]]:
-  """The scalars in the run's TensorBoard files, (step, tag, value), and the steps from which a file purges."""
-  from tensorboardX.proto import event_pb2
-
-  paths = sorted((run / "tensorboard").iterdir(), key=lambda path: path.name)
-  found, purges = [], []
-  for path in paths:
-    data, at = path.read_bytes(), 0
-    while at < len(data):  # TFRecord: length, crc, payload, crc
-      size = int.from_bytes(data[at : at + 8], "little")
-      event = event_pb2.Event.FromString(data[at + 12 : at + 12 + size])
-      at += 16 + size
-      found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-      if event.session_log.status == event.session_log.START:
-        purges.append(event.step)
-  return found, purges
-
-
-def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path):
-  out = open_metrics(tmp_path, services="tensorboard")
-  for step in [0, 1, 2, 1, 2]:
-    out.write(record(step, loss=10.0 - step, mfu=None, eta=8.0 - step))
-  out.write_eval(metrics.Evaluation(2, 7.5))
-  out.close()
-  found, purges = tensorboard(tmp_path)
-  assert [(step, value) for step, tag, value in found if tag == "learning/loss"] == [
-    (0, 10),
-    (1, 9),
-    (2, 8),
-    (1, 9),
-    (2, 8),
-  ]
-  assert (2, "evaluation/loss", 7.5) in found and (2, "perf/eta_seconds", 6) in found
-  assert not any(tag in ("perf/mfu", "learning/z_loss") for _, tag, _ in found)
-  assert purges == [0, 1]
-
-
-def test_an_evaluation_that_a_process_makes_up_purges_no_step_from_tensorboard(tmp_path):
-  first, second = (open_metrics(tmp_path, services="tensorboard") for _ in range(2))
-  first.write(record(3))
-  first.close()  # stopped before the evaluation of step 3
-  second.write_eval(metrics.Evaluation(3, 7.5))
-  second.write(record(4))
-  second.close()
-  assert sorted(tensorboard(tmp_path)[1]) == [3, 4]
-
-
-def test_flush_writes_all_records_to_disk(tmp_path):
-  """A process killed during or after the save never writes these steps again, and no other one does."""
-  out = open_metrics(tmp_path, services="tensorboard")
-  for step in range(1, 9):
-    out.write(record(step))
-  out.write_eval(metrics.Evaluation(8, 7.5))
-  out.flush()
-  found, _ = tensorboard(tmp_path)
-  assert [step for step, tag, _ in found if tag == "learning/loss"] == list(range(1, 9))
-  assert (8, "evaluation/loss", 7.5) in found
-  out.close()
-
-
 def test_a_z_loss_is_recorded_where_there_is_one(tmp_path):
   for name, value in (("with", 0.25), ("without", None)):
-    out = open_metrics(tmp_path / name, services="tensorboard")
+    out = open_metrics(tmp_path / name)
     out.write(record(1, z_loss=value))
     out.close()
   assert metrics.read_metrics(str(tmp_path / "with"))[0]["z_loss"] == 0.25
-  assert (1, "learning/z_loss", 0.25) in tensorboard(tmp_path / "with")[0]
   assert "z_loss" not in metrics.read_metrics(str(tmp_path / "without"))[0]
 
 
@@ -276,28 +182,6 @@ def test_float32_products_of_a_tpu_are_made_of_bfloat16_ones(kind, passes):
 @pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
 def test_unknown_devices_have_no_peak(kind):
   assert chips.find(kind) is None
-
-
-def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
-  """By a limit on the size of the process's files. Closing must not wait for what can no longer be written."""
-  code = f"""
-    import resource
-    from types import SimpleNamespace
-    from trainer.services.background import BackgroundWriter
-    from trainer.services.tensorboard import TensorBoard
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-    said = []
-    open_files = lambda: TensorBoard({str(tmp_path)!r}, "p")
-    board = BackgroundWriter("TensorBoard files", open_files, SimpleNamespace(warning=said.append), "", waits=True)
-    for step in range(2000):
-      board.write(step, {{"learning/loss": 1.0}}, 0.0, is_step=True)
-    board.close(0)
-    board.join()
-    print(len(said), said[0])
-  """
-  result = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120)
-  assert result.returncode == 0, result.stderr
-  assert result.stdout.startswith("1 no TensorBoard files from here on: [Errno 27]")
 
 
 ONE = {"eval"}, "eval"  # the only set

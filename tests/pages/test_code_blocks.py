@@ -10,11 +10,11 @@ import shlex
 
 import pytest
 import yaml
+from tests.support import needs
 
 from trainer.config.keys import all_keys, preflight_options
 from trainer.config.load import load
 from trainer.config.schema import PreflightOptions
-from trainer.launch.manifest.__main__ import main as manifest
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -79,7 +79,11 @@ def split(arguments: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 @pytest.mark.parametrize(("page", "module", "arguments"), COMMANDS, ids=[f"{c[0]}-{i}" for i, c in enumerate(COMMANDS)])
 def test_a_command_of_the_documents_is_accepted(page, module, arguments, capsys):
+  if {*module.split(".")} & {*needs.deleted}:
+    pytest.skip("a command that this fork has deleted")
   if module == "trainer.launch.manifest":
+    from trainer.launch.manifest.__main__ import main as manifest  # here: a fork may have deleted it
+
     assert manifest(list(arguments)) == 0, capsys.readouterr().err
     return
   if module in CONFIGURED and any(word.endswith(".yml") for word in arguments):

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 
 import pytest
-from tests.support import house
+from tests.support import house, needs
 from tests.test_layering import PACKAGES
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,6 +42,7 @@ def lines_of(paths: Iterable[pathlib.Path]) -> int:
   return sum(len(path.read_text().splitlines()) for path in paths)
 
 
+@needs.workshop
 def test_the_readme_says_how_large_the_code_is():
   stated = re.search(r"has ([\d,]+) lines of Python.*? have ([\d,]+) of them.*? have\s([\d,]+)\.", README, re.DOTALL)
   assert stated
@@ -55,6 +56,7 @@ def test_the_readme_says_how_large_the_code_is():
   assert [int(number.replace(",", "")) for number in stated.groups()] == pytest.approx(sizes, rel=0.05)
 
 
+@needs.workshop
 def test_the_picture_of_the_house_is_that_of_the_imports():
   assert len(house.floors(house.needs())) <= 12
   drawn = house.picture(house.needs())

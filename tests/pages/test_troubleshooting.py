@@ -8,6 +8,7 @@ import pathlib
 import re
 
 from tests.pages.test_pages import section
+from tests.support import needs
 
 from trainer.process import runtime_errors
 
@@ -49,6 +50,7 @@ def test_every_class_of_errors_has_a_row():
   assert {name for name in names if f"`{name}`" not in PAGE} == set()
 
 
+@needs.workshop
 def test_the_program_has_every_line_and_every_error_of_the_page():
   texts = [
     node.value

@@ -18,7 +18,7 @@ from trainer.kernels.attention_xla import dot_product
 from trainer.parallel import zigzag
 
 
-def in_zigzag(name, shape: attention.Shape) -> attention.Attention:
+def in_zigzag(name, shape: attention.Shape) -> attention.AttentionKernel:
   """Attention by definition that expects zigzag order, as the kernel for TPUs does."""
 
   mesh = shape.mesh
@@ -26,7 +26,7 @@ def in_zigzag(name, shape: attention.Shape) -> attention.Attention:
   def function(*arrays: jax.Array) -> jax.Array:
     return zigzag.spread(mesh, dot_product(*(zigzag.restored(mesh, array) for array in arrays)))
 
-  return attention.Attention(name, "for a test", function, mesh)
+  return attention.AttentionKernel(name, "for a test", function, mesh)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 2), (1, 2, 1, 3), (1, 2, 1, 4), (1, 1, 1, 7)], ids=str)

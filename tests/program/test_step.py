@@ -199,7 +199,7 @@ def by_rows(monkeypatch) -> list[bool]:
 
 def assert_close(got: tuple[list, TrainState], want: tuple[list, TrainState], tolerance: float) -> None:
   for ours, theirs in zip(got[0], want[0], strict=True):
-    for key in ("loss", "z_loss", "grad_norm", "lr", "weight"):
+    for key in ("loss", "z_loss", "grad_norm", "lr", "weights"):
       assert ours[key] == pytest.approx(theirs[key], rel=tolerance), key
   for ours, theirs in zip(jax.tree.leaves(got[1].params), jax.tree.leaves(want[1].params), strict=True):
     # Adam turns a gradient of rounding noise into a full step: compare where the weights are, not bit by bit.

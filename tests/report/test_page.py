@@ -322,9 +322,9 @@ def test_restarts_and_bad_losses_are_drawn(tmp_path):
   second = fake_run.FakeRun(tmp_path / "long", steps=4000, slices=1, wall=1.8e9 + 9000)
   for step in range(1900, 4001):
     second.step(step)
-  second.end(42, step=4000)
+  second.end(130, step=4000)
   shown = Page(report(tmp_path / "long"))
-  assert "(exit code 42)" in shown.text and "4,000 of 4,000" in shown.text
+  assert "Stopped by Ctrl-C (exit code 130)." in shown.text and "4,000 of 4,000" in shown.text
 
 
 def test_a_table_of_very_many_events_is_cut(no_pictures, tmp_path):

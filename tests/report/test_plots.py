@@ -71,7 +71,7 @@ def test_a_run_with_experts_shows_their_loads(tmp_path):
   assert "1.5 for the most used, 0.25 for the least used, at the end; no token is dropped." in caption
 
 
-def long_run(path, steps: int = 20_000, spike: int = 12_345, **spikes) -> history.Run:
+def long_run(path, steps: int = 20_000, spike: int = 12_345, **spikes) -> history.RunHistory:
   """A run of one process whose step `spike` has other values."""
   path.mkdir()
   rows = []

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from tests.support import needs
 
 from trainer import config as config_lib
 from trainer import defaults
@@ -87,6 +88,7 @@ def test_the_first_attempt_starts_with_the_process_and_a_later_one_when_it_begin
   assert first >= 1000 and second < 500
 
 
+@needs.workshop
 @pytest.mark.parametrize(("code", "enabled", "written"), [(0, True, True), (0, False, False), (42, True, False)])
 def test_only_a_complete_run_gets_a_report(tmp_path, code, enabled, written):
   with opened(tmp_path, f"enable_report={str(enabled).lower()}") as (config, session):

@@ -22,7 +22,7 @@ from trainer.config import paths as config_paths
 from trainer.config.load import load
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, metrics
-from trainer.services import background, objects, plugin, service, wandb_runs
+from trainer.services import background_writer, objects, plugin, service, wandb_runs
 from trainer.services.wandb_runs import WandbRun
 
 
@@ -112,7 +112,7 @@ def test_a_service_that_cannot_be_reached_is_named_once_and_delays_nothing():
   def unreachable():
     raise ConnectionError("no route")
 
-  writer = background.BackgroundWriter("records in x", unreachable, said, "training goes on", waits=False)
+  writer = background_writer.BackgroundWriter("records in x", unreachable, said, "training goes on", waits=False)
   for step in range(50):
     writer.write(step, {}, 0.0, is_step=True)
     writer.flush()
@@ -122,15 +122,15 @@ def test_a_service_that_cannot_be_reached_is_named_once_and_delays_nothing():
 
 
 def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
-  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 0.2)
+  monkeypatch.setattr(background_writer, "LONGEST_WAIT_SECONDS", 0.2)
   said, release = Said(), threading.Event()
-  writer = background.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
+  writer = background_writer.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
   writer.write(1, {}, 0.0, is_step=True)
   writer.flush()
   writer.close(42)
   writer.join()
   assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
-  assert background.any_waits()  # so that the command ends without waiting for the library
+  assert background_writer.any_waits()  # so that the command ends without waiting for the library
   release.set()
 
 
@@ -140,7 +140,7 @@ def recorders_of_objects(said) -> list:
 
 
 def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
-  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 0.2)
+  monkeypatch.setattr(background_writer, "LONGEST_WAIT_SECONDS", 0.2)
   said, release = Said(), threading.Event()
   monkeypatch.setattr(objects, "_put_object", lambda *args: release.wait())
   (out,) = recorders_of_objects(said)
@@ -149,7 +149,7 @@ def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process
   out.close(None)
   out.join()
   assert said.lines == ["no metrics objects from here on: no answer for 0.2 s (metrics.jsonl has all records)"]
-  assert background.any_waits()
+  assert background_writer.any_waits()
   release.set()
 
 
@@ -193,9 +193,9 @@ def test_the_folder_of_wandb_for_a_run_on_an_object_store(monkeypatch, offline):
 
 
 def test_the_records_for_a_service_that_hangs_are_bounded(monkeypatch):
-  monkeypatch.setattr(background, "MOST_WAITING", 100)
+  monkeypatch.setattr(background_writer, "MOST_WAITING", 100)
   said, release = Said(), threading.Event()
-  writer = background.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
+  writer = background_writer.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
   for step in range(1000):
     writer.write(step, {}, 0.0, is_step=True)
     writer.flush()
@@ -205,9 +205,9 @@ def test_the_records_for_a_service_that_hangs_are_bounded(monkeypatch):
 
 
 def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
-  monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 2.0)
+  monkeypatch.setattr(background_writer, "LONGEST_WAIT_SECONDS", 2.0)
   said, release = Said(), threading.Event()
-  writer = background.BackgroundWriter("TensorBoard files", release.wait, said, "off", waits=True)
+  writer = background_writer.BackgroundWriter("TensorBoard files", release.wait, said, "off", waits=True)
   writer.write(1, {}, 0.0, is_step=True)
   seconds = []
   for wait in (False, True, True, False):

@@ -25,8 +25,8 @@ from trainer.cluster import Cluster, View
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun, Job, Outcome
-from trainer.elastic.program_cache import Topology
+from trainer.elastic.elastic_run import ElasticRun, Job, Outcome
+from trainer.elastic.program_cache import CachedProgram
 from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
@@ -122,7 +122,7 @@ class Harness:
     """
     self._directory, self._make_cluster, self._cache = directory, make_cluster, cache
     self._prepare_steps = prepare_steps
-    self._topologies: dict[str, dict[tuple[int, ...], Topology[Program]]] = {}  # by the model, then by slices
+    self._topologies: dict[str, dict[tuple[int, ...], CachedProgram[Program]]] = {}  # by the model, then by slices
     self._checks: dict[str, dict[int, Any]] = {}  # by the model, then by slice
 
   def run(

@@ -226,16 +226,18 @@ def show(environment: Mapping[str, str]) -> None:
 
 if __name__ == "__main__":
   import gc
+  import importlib
 
   import orbax.checkpoint  # noqa: F401 -- these imports take the time
   import pathwaysutils  # noqa: F401 -- every run imports it before its first step
 
   import trainer.cluster.multiprocess
   import trainer.elastic.retry
-  import trainer.launch.agent
-  import trainer.launch.local
   import trainer.train
 
+  for launcher in LAUNCHERS:
+    with contextlib.suppress(ModuleNotFoundError):  # a fork may have deleted them
+      importlib.import_module(launcher)
   trainer.cluster.check_environment()  # tries XLA_FLAGS in another process; the forked ones need not do it again
   if sys.platform == "linux":  # the workers of a launcher that has ended are waited for, and count, here
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)

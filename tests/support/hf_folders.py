@@ -16,7 +16,6 @@ from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection, Config, ModelSection
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.layers import Kernels
-from trainer.weights import names
 from trainer.world import SINGLE_WORLD
 
 TINY = {
@@ -145,6 +144,8 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
 
 def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
   """The weights under Hugging Face's names and in its layouts."""
+  from trainer.weights import names  # here: tests of the core draw their weights with this module
+
   flat = state_tree.flatten({"params": params})
   found = {}
   for name, weight in names.weights(cfg).items():

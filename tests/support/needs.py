@@ -1,6 +1,7 @@
-"""Tests that only the environment with the oldest Python can run, because the other one lacks torch or libtpu.
+"""Tests that not every environment or fork can run.
 
-`.ci/run` runs the tests with the mark `oldest` there.
+`.ci/run` runs the tests with the mark `oldest` in the environment with the oldest Python, because the other one lacks
+torch or libtpu.
 """
 
 from __future__ import annotations
@@ -31,3 +32,7 @@ def _has_cuda() -> bool:
 
 
 cuda = pytest.mark.skipif(not _has_cuda(), reason="needs the compiler for GPUs: bash setup.sh --gpu")
+
+WORKSHOP = ("services", "report", "weights", "preflight", "launch", "tools")  # docs/how_to/leave_a_part_out.md
+deleted = [name for name in WORKSHOP if importlib.util.find_spec(f"trainer.{name}") is None]
+workshop = pytest.mark.skipif(bool(deleted), reason=f"tests parts that this fork has deleted: {deleted}")

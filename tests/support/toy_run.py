@@ -20,7 +20,7 @@ from tests.support.command import without_times
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan
-from trainer.elastic.attempt import ElasticRun, Job, Outcome
+from trainer.elastic.elastic_run import ElasticRun, Job, Outcome
 from trainer.elastic.program_cache import ProgramCache
 from trainer.elastic.retry import elastic_retry
 from trainer.observe.compiles import CompileCounter
@@ -102,6 +102,7 @@ class ToyRun:
     guard = elastic.guard(view)
     before = elastic.clock()
     compiled, plan, sharded, place = elastic.session.programs.step(view)
+    compiled = elastic.session.cluster.on_slices(compiled, view)
     elastic.recovery.compiled(elastic.clock() - before)
     step, w, tier = self.restore(survivors)
     state = jax.device_put(w, sharded)
@@ -116,7 +117,7 @@ class ToyRun:
       if step in self.fail_at:
         raise self.fail_at[step]
       began = elastic.clock()
-      state, loss = compiled(state, elastic.session.cluster.poison(batch, view))
+      state, loss = compiled(state, batch)
       guard.call(functools.partial(self.block, (state, loss)), f"step {step}")
       if isinstance(elastic.clock, Clock):
         elastic.clock.sleep(1)  # a step takes a second

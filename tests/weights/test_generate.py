@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from tests.input_pipeline.test_tokenizer import saved_model
 from tests.support import hf_folders
 from tests.support.seeds import few
 
+from input_pipeline.tokenizer import load_bpe
+from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.models import generation
 from trainer.models.generation import Sampling
@@ -80,3 +84,10 @@ def test_the_command_streams_a_text_and_takes_a_file(tmp_path, capsys):
   assert generate.main([argv[0], "x", "--tokens", "9999999"]) == 2
   assert "max_position_embeddings=4096" in capsys.readouterr().err
   assert generate.main([str(tmp_path), "x"]) == 2
+
+
+def test_a_prompt_without_any_token_is_refused(tmp_path):
+  model = SimpleNamespace(tokenizer=load_bpe(saved_model(tmp_path, "BPE without unk")))
+  assert Model.encode(model, "ab") == [0, 3, 4] and Model.encode(model, "") == [0]
+  with pytest.raises(ConfigError, match="'\u043c\u0438\u0440': the tokenizer of the model has no token for it"):
+    Model.encode(model, "\u043c\u0438\u0440")

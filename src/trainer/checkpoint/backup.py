@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, Rejected
 
 Accept = Callable[[dict[str, Any]], None]
-Log = Callable[[str], None]
+LogLine = Callable[[str], None]
 Emit = Callable[..., Any]
 
 
@@ -66,7 +66,7 @@ class StateBackup(Protocol):
 
 
 def committed(
-  backup: StateBackup, candidate: Candidate, begin: float, blocking_seconds: float, emit: Emit, log: Log
+  backup: StateBackup, candidate: Candidate, begin: float, blocking_seconds: float, emit: Emit, log: LogLine
 ) -> None:
   """Records that the save of `candidate`, which began at `begin` (time.monotonic()), is committed now."""
   step, tier, seconds = candidate.step, backup.tier, time.monotonic() - begin
@@ -80,7 +80,7 @@ def restore_newest(
   abstract: Any,
   accept: Accept,
   rejected: Callable[[StateBackup, Candidate, str], None],
-  log: Log = lambda line: None,
+  log: LogLine = lambda line: None,
 ) -> Restored | None:
   """The newest good state of all backups; of equal steps, the one of the first backup in the list. None: no state.
 

@@ -31,7 +31,7 @@ from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, host_copy,
 from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, committed
+from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
 from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.lending import Borrowed, Lender, Lenders
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, Part, box_of, folder, identity, parts_of
@@ -59,7 +59,7 @@ class Emergency:
     world: World,
     run_id: str,
     fetch: Fetch | None = None,
-    log: Log = lambda line: None,
+    log: LogLine = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """slices: {id: devices} of the living slices. fetch: see host_copy; for devices behind a proxy.

@@ -22,7 +22,7 @@ from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, committed
+from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
 from trainer.checkpoint.step_folders import UNFINISHED, StepFolders
@@ -61,7 +61,7 @@ class Persistent(StepFolders):
     run_id: str = "",
     fetch: Fetch | None = None,
     keeps: Callable[[int], bool] = lambda step: False,
-    log: Log = lambda line: None,
+    log: LogLine = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
   ) -> None:

@@ -19,7 +19,7 @@ from jax import Device
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log
+from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine
 from trainer.checkpoint.errors import Rejected
 from trainer.parallel.mesh import DATA
 from trainer.world import World
@@ -52,7 +52,7 @@ class Snapshots:
 
   tier = "snapshot"
 
-  def __init__(self, world: World, log: Log = lambda line: None, emit: Emit = lambda kind, **fields: None) -> None:
+  def __init__(self, world: World, log: LogLine = lambda line: None, emit: Emit = lambda kind, **fields: None) -> None:
     """log takes a line, emit a kind and fields for events.jsonl; both are called from threads."""
     self._world, self._log, self._emit = world, log, emit
     self._slices: dict[int, tuple[Device, ...]] = {}

@@ -13,7 +13,7 @@ from input_pipeline.locks import FolderLock
 from trainer import world as world_lib
 from trainer.checkpoint import checksums
 from trainer.checkpoint import run_id as run_id_lib
-from trainer.checkpoint.backup import Log
+from trainer.checkpoint.backup import LogLine
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
 from trainer.observe import environment, files
@@ -48,7 +48,7 @@ def seal(folder: Any, meta: Mapping[str, Any]) -> None:
 class StepFolders:
   """Lists, verifies, deletes and moves {directory}/{step}."""
 
-  def __init__(self, directory: str, world: World, log: Log) -> None:
+  def __init__(self, directory: str, world: World, log: LogLine) -> None:
     self.directory = run_id_lib.folder(directory)
     self._world, self._log = world, log
     self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them

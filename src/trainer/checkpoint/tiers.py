@@ -16,7 +16,7 @@ from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, Log, Restored, StateBackup, restore_newest
+from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, Restored, StateBackup, restore_newest
 from trainer.checkpoint.emergency import Emergency
 from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint, SaveFailed
 from trainer.checkpoint.lending import Lender, Lenders
@@ -49,8 +49,8 @@ class Tiers:
     saves_in_storage: Callable[[], bool] = lambda: True,
     fetch: Fetch | None = None,
     keeps: Callable[[int], bool] = lambda step: False,
-    log: Log = lambda line: None,
-    warn: Log | None = None,
+    log: LogLine = lambda line: None,
+    warn: LogLine | None = None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).

@@ -160,9 +160,10 @@ class Cluster(ABC):
   def returned(self, view: View) -> frozenset[int]:
     """Ids of living slices outside `view`. Never waits; on a real cluster the answer is up to one poll old."""
 
-  def poison(self, batch: Any, view: View) -> Any:
-    """The batch. If a simulated slice of `view` is down: arrays that fail, or never become ready, in its place."""
-    return batch
+  def on_slices(self, compute: Callable[..., Any], view: View) -> Callable[..., Any]:
+    """`compute`, a function whose last argument is a batch, as the slices of `view` execute it. Called once in an
+    attempt: only a cluster that simulates losses returns another function, which is in the path of every batch."""
+    return compute
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
     """Leaves the JAX world, if `start` joined one."""

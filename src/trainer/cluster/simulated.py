@@ -105,7 +105,11 @@ class SimulatedCluster(Cluster):
   def returned(self, view: View) -> frozenset[int]:
     return self.alive() - frozenset(view.slices)
 
+  def on_slices(self, compute: Callable[..., Any], view: View) -> Callable[..., Any]:
+    return lambda *arguments: compute(*arguments[:-1], self.poison(arguments[-1], view))
+
   def poison(self, batch: Any, view: View) -> Any:
+    """The batch. If a slice of `view` is down: arrays that fail, or never become ready, in its place."""
     with self._lock:
       down = frozenset(view.slices) - self.alive() | self.died(view)
       if not down:

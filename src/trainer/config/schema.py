@@ -295,6 +295,15 @@ class ParallelismSection(Section):
   attention also computes the scores that the causal mask removes."""
 
 
+# Optimizer -> those of the keys of OptimizerSection that it reads and some other optimizer does not.
+OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
+  "adamw": ("adam_b1", "adam_b2", "adam_eps", "mu_dtype"),
+  "adafactor": (),
+  "muon": ("adam_b1", "adam_b2", "adam_eps", "mu_dtype"),
+  "sgd": ("adam_b1", "mu_dtype"),
+}
+
+
 class OptimizerSection(Section):
   """Optimizer, learning-rate schedule and gradients."""
 

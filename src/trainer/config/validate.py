@@ -15,6 +15,7 @@ from trainer.config.faults import RandomFaults
 from trainer.config.faults import parse as parse_faults
 from trainer.config.schema import (
   ACTIVATIONS,
+  OPTIMIZER_KEYS,
   SERVICES,
   CheckpointSection,
   ClusterSection,
@@ -48,8 +49,10 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
   ("dataset_type", ("text", "tfds", "hf", "synthetic"), "dataset_path"),
-  ("opt_type", ("adamw", "muon"), "adam_b2 adam_eps"),
-  ("opt_type", ("adamw", "muon", "sgd"), "adam_b1 mu_dtype"),
+  *(
+    ("opt_type", tuple(name for name, keys in OPTIMIZER_KEYS.items() if key in keys), key)
+    for key in OPTIMIZER_KEYS["adamw"]
+  ),
 )
 
 

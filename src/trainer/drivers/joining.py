@@ -14,7 +14,7 @@ from trainer.checkpoint.errors import LenderLost
 from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.program.state import TrainState
 from trainer.run.driver import Start
 from trainer.run.session import Session

@@ -22,9 +22,9 @@ from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View, multiprocess
 from trainer.config.schema import Config
 from trainer.drivers import joining
-from trainer.drivers.rounds import Own, Rounds, Share
-from trainer.drivers.witness import ComparedShare
-from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.drivers.compared_share import ComparedShare
+from trainer.drivers.rounds import Contribution, Rounds, Share
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
 from trainer.models.decoder import Params
@@ -110,11 +110,11 @@ class ManyWorlds:
 
     flips = self._elastic.faults.flips("flip_gradient", self._peers.member)
 
-    def compute(share: Share) -> Own:
+    def compute(share: Share) -> Contribution:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
       scalars, parts = self._halves.sums(params, batch)
       trees = flips([part.tree for part in parts], share)
-      return Own(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
+      return Contribution(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
     weights = self._halves.checksum(state.params)
     compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
@@ -138,7 +138,7 @@ class ManyWorlds:
     assert self._evaluations and self._halves.evaluate is not None, "no evaluation data"
     compiled = self._halves.evaluate
 
-    def compute(share: Share) -> Own:
+    def compute(share: Share) -> Contribution:
       sums: list[list[LossSums]] = []
       for feed, count in zip(self._evaluations, batches, strict=True):
         sums.append([])
@@ -149,7 +149,7 @@ class ManyWorlds:
           sums[-1].append(compiled(params, (feed.share(index, share),)))
           jax.block_until_ready(sums[-1][-2:-1])
       whole = (np.asarray(jax.device_get(of_set), np.float32).sum(axis=0, dtype=np.float32) for of_set in sums)
-      return Own(np.concatenate(list(whole)))
+      return Contribution(np.concatenate(list(whole)))
 
     with self._evaluation() as name:  # one round, so that all sets are evaluated or none
       checksum = functools.partial(int, self._halves.checksum(params))
@@ -182,14 +182,13 @@ class ManyWorlds:
   def leaves(self) -> bool:
     return self._peers.left
 
-  def finish(self, save: Callable[[], object]) -> None:
+  def must_save(self) -> bool:
     """A member that is not the primary waits until the primary has ended the run, or is lost before its last save."""
-    if not self._peers.left and not self._peers.saves_in_storage and self._peers.wait_for_end():
-      save()
+    return not self._peers.left and not self._peers.saves_in_storage and self._peers.wait_for_end()
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
-    """Saves the last state on one member: the primary, or if the primary dies, the next one. The members have the same
-    state, but the last commit may not have reached all of them."""
+  def last_state(self) -> tuple[int, TrainState | None]:
+    """One member saves: the primary, or if the primary dies, the next one. The members have the same state, but the
+    last commit may not have reached all of them."""
     session, peers, step = self._session, self._peers, self._step
 
     def goes_on() -> bool:
@@ -204,11 +203,10 @@ class ManyWorlds:
       with session.watchdog.during("save"):
         peers.await_turn(self._config.checkpoint.autocheckpoint_grace_seconds)
         if not goes_on():
-          save(step, self._state)
-          return Outcome("preempted", step)
+          return step, self._state
     peers.give_up()  # this process writes no records any more
     session.log.warning(f"The supervisor has given this process up after step {step}. The run goes on without it.")
-    return Outcome("preempted", step)
+    return step, None
 
   def close(self) -> None:
     self._threads.close()

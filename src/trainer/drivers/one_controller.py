@@ -14,13 +14,12 @@ from input_pipeline.prefetch import Prefetcher
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.drivers.slice_witness import SliceWitness
-from trainer.elastic.attempt import ElasticRun, Outcome
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
 from trainer.process.signals import StopRequested
 from trainer.program.program import Feed, Program
 from trainer.program.state import TrainState
-from trainer.program.step import Rounds
 from trainer.run import driver
 from trainer.run.driver import LossSums, Metrics, Start, X
 from trainer.run.session import Session
@@ -58,6 +57,8 @@ class OneController:
     resume(start)
     if self._session.preemption.requested(start.step):
       return dataclasses.replace(start, stops=True)
+    on_slices = functools.partial(self._session.cluster.on_slices, view=self._view)
+    self._compute_step, self._compute_losses = on_slices(self._compiled_step), on_slices(self._program.evaluate)
     feed = Feed(self._session.data.train, self._program)
     self._batches = Prefetcher(feed, start.step, self._config.run.steps)
     self._threads.callback(self._batches.close)
@@ -73,13 +74,13 @@ class OneController:
       self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    index, rounds = next(self._batches)
+    index, batch = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
     state = self._witness.before_step(state, n)
     self.proof = {"computed": dict(zip(map(str, self._view.slices), self._program.plan.ranges))} | self._witness.proof
-    result = self._compiled_step(state, self._on_slices(rounds))
+    result = self._compute_step(state, batch)
     self._steps += 1
     if self._steps == _PREPARE_AFTER:
       self._elastic.prepare_steps(self._view)
@@ -97,7 +98,7 @@ class OneController:
           for index in range(count):
             if preemption.requested(step) if several else preemption.noticed:
               raise StopRequested
-            sums[-1].append(self._program.evaluate(params, self._on_slices(feed(index))))
+            sums[-1].append(self._compute_losses(params, feed(index)))
             jax.block_until_ready(sums[-1][-2:-1])  # a request to end must not wait for more than two batches
         return driver.on_host(sums)
 
@@ -122,15 +123,11 @@ class OneController:
   def leaves(self) -> bool:
     return False
 
-  def finish(self, save: Callable[[], object]) -> None:
-    """Does nothing: this process has saved."""
+  def must_save(self) -> bool:
+    return False
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
+  def last_state(self) -> tuple[int, TrainState | None]:
     raise AssertionError("one controller needs no coordination")
 
   def close(self) -> None:
     self._threads.close()
-
-  def _on_slices(self, rounds: Rounds) -> Rounds:
-    """The batch as the slices get it: in error state if one of them is lost and only simulated."""
-    return self._session.cluster.poison(rounds, self._view)

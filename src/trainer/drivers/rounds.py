@@ -29,7 +29,7 @@ Share = int
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class Contribution:
   """What one share adds to a round. scalars: float32, known before all gradients. parts: the gradients; none in an
   evaluation."""
 
@@ -53,7 +53,7 @@ class _Sum:
 class Compared(Protocol):
   """A share of a step that other members compute too, so that all sums of it are compared before the commit."""
 
-  def compute(self, share: Share) -> Own: ...
+  def compute(self, share: Share) -> Contribution: ...
   def begins_again(self) -> bool: ...
   def join_in(self) -> None: ...
   def report(self, round_name: str) -> None: ...
@@ -83,7 +83,7 @@ class Rounds:
     self,
     round_name: str,
     checksum: Callable[[], int],
-    compute: Callable[[Share], Own],
+    compute: Callable[[Share], Contribution],
     total: np.ndarray | None,
     compared: Compared | None = None,
   ) -> tuple[np.ndarray, dict[str, float]]:
@@ -127,7 +127,7 @@ class Rounds:
       finally:
         seconds = report.result()
 
-  def _compute(self, held: Mapping[Share, _Sum], compute: Callable[[Share], Own]) -> dict[Share, _Sum]:
+  def _compute(self, held: Mapping[Share, _Sum], compute: Callable[[Share], Contribution]) -> dict[Share, _Sum]:
     """{first share: sum} of all shares that this member computes in this epoch. held: the sums of the last epoch of
     this round, which are kept. The exchange adds what follows them."""
     sums: dict[Share, _Sum] = {}
@@ -141,7 +141,7 @@ class Rounds:
         end = share + 1  # what follows the first shares is added to their sum one by one, from left to right
     return sums
 
-  def _sum(self, first: Share, stop: Share, compute: Callable[[Share], Own]) -> _Sum:
+  def _sum(self, first: Share, stop: Share, compute: Callable[[Share], Contribution]) -> _Sum:
     """The sum of the shares from `first` to `stop`."""
     scalars: list[Any] = []
     total: Sequence[Part] = ()

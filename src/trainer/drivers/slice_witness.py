@@ -17,7 +17,7 @@ from jax import Device
 
 from trainer.cluster import View
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.events import SliceWrong
 from trainer.elastic.hang import HangGuard
 from trainer.parallel.mesh import DATA

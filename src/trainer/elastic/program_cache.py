@@ -32,7 +32,7 @@ def next_views(cluster: Cluster, view: View) -> list[View]:
 
 
 @dataclass
-class Topology(Generic[P]):
+class CachedProgram(Generic[P]):
   """What is known of one set of slices: its program, and its compiled step (None: not compiled yet)."""
 
   program: P
@@ -55,7 +55,7 @@ class ProgramCache(Generic[P]):
     self._build, self._compile = build, compile_step
     self._events, self._log, self._clock = events, log, clock
     self.counter = counter
-    self.topologies: dict[tuple[int, ...], Topology[P]] = {}
+    self.topologies: dict[tuple[int, ...], CachedProgram[P]] = {}
     self.checks: dict[int, Any] = {}  # by slice: what drivers.slice_witness has compiled
     self.compile_seconds = 0.0  # of the last step that was compiled in the foreground
     self._lock = threading.Lock()  # one topology is built at a time, and each only once
@@ -108,10 +108,10 @@ class ProgramCache(Generic[P]):
     if self._background is not None:
       self._background.stop()
 
-  def _topology(self, view: View) -> Topology[P]:
+  def _topology(self, view: View) -> CachedProgram[P]:
     with self._lock:
       if view.slices not in self.topologies:
-        self.topologies[view.slices] = Topology(self._build(view))
+        self.topologies[view.slices] = CachedProgram(self._build(view))
       return self.topologies[view.slices]
 
   def _prepare_one(self, view: View, number: int, count: int) -> None:

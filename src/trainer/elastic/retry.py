@@ -13,7 +13,7 @@ from trainer.config import rules
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
-from trainer.elastic.attempt import ElasticRun, Job, Outcome, Shared
+from trainer.elastic.elastic_run import ElasticRun, Job, Outcome, Shared
 from trainer.elastic.events import Event, Kind, classify
 from trainer.elastic.faults import FaultInjector, expand
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
@@ -22,13 +22,15 @@ from trainer.observe.events import EventLog, read_events
 
 _RESET_STEPS = 10  # completed steps after which the count of attempts is reset
 _SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
+# These keys have an effect only where slices are processes.
+_KEYS_OF_PROCESSES = ("shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor")
 
 # attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
-Attempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
+RunAttempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
 
 
 def elastic_retry(
-  attempt: Attempt,
+  attempt: RunAttempt,
   session: Shared,
   cfg: ElasticSection,
   *,
@@ -68,7 +70,7 @@ def elastic_retry(
   return outcome
 
 
-def _run(attempt: Attempt, elastic: ElasticRun, view: View, survivors: frozenset[int], number: int) -> Outcome:
+def _run(attempt: RunAttempt, elastic: ElasticRun, view: View, survivors: frozenset[int], number: int) -> Outcome:
   elastic.steps.begin_attempt()
   elastic.session.events.emit("attempt_start", attempt=number, step=elastic.steps.last_step, slices=list(view.slices))
   # Arrays that are not placed explicitly must not go to a dead slice's device. The context manager jax.default_device
@@ -86,7 +88,7 @@ class _Loop:
   """Attempts until the run is complete, must stop, or cannot continue."""
 
   def __init__(
-    self, attempt: Attempt, elastic: ElasticRun, stop: Callable[[], bool], sleep: Callable[[float], None]
+    self, attempt: RunAttempt, elastic: ElasticRun, stop: Callable[[], bool], sleep: Callable[[float], None]
   ) -> None:
     self._attempt, self._elastic, self._stop, self._sleep = attempt, elastic, stop, sleep
     self._session = elastic.session
@@ -192,12 +194,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  for key in (
-    "shares_per_slice",
-    "exchange_network",
-    "exchange_streams",
-    "elastic_slow_factor",
-  ):  # for slices that are processes
+  for key in _KEYS_OF_PROCESSES:
     if cluster.recovers_in_process and (value := getattr(cfg, key)) != ElasticSection.model_fields[key].default:
       raise ConfigError(
         f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"

@@ -35,7 +35,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionKernel:
   """A chosen implementation: `attention(q, k, v, q_segment_ids, kv_segment_ids)`.
 
   Returns [B, T, N, H] in q.dtype, from q [B, T, N, H], k and v [B, S, K, H] (K divides N; k and v are not repeated) and
@@ -56,14 +56,14 @@ class Attention:
       return self.function(q, k, v, q_segment_ids, kv_segment_ids)
 
 
-def _cpu_flash(shape: Shape, reason: str) -> Attention:
+def _cpu_flash(shape: Shape, reason: str) -> AttentionKernel:
   if shape.mesh is None or shape.mesh.size == 1:
-    return Attention("flash", reason, attention_cpu.flash)
+    return AttentionKernel("flash", reason, attention_cpu.flash)
   function = attention_shard.per_device(lambda _, *arrays: attention_cpu.flash_shard(*arrays), shape.mesh)
-  return Attention("flash", reason, function)
+  return AttentionKernel("flash", reason, function)
 
 
-def _tpu_flash(shape: Shape, reason: str) -> Attention:
+def _tpu_flash(shape: Shape, reason: str) -> AttentionKernel:
   highest = shape.precision == "highest" and shape.dtype == jnp.float32
   if shape.precision != "default" and not highest:
     raise ConfigError(
@@ -80,18 +80,18 @@ def _tpu_flash(shape: Shape, reason: str) -> Attention:
     head_dim=shape.head_dim,
     itemsize=shape.dtype.itemsize,
   )
-  return Attention("flash", reason, function, attention_tpu.order(shape.mesh, shape.seq_len))
+  return AttentionKernel("flash", reason, function, attention_tpu.order(shape.mesh, shape.seq_len))
 
 
-def _cudnn(shape: Shape, reason: str) -> Attention:
+def _cudnn(shape: Shape, reason: str) -> AttentionKernel:
   from trainer.kernels import attention_gpu
 
   function = attention_gpu.build(mesh=shape.mesh, head_dim=shape.head_dim, seq_len=shape.seq_len, dtype=shape.dtype)
-  return Attention("flash", reason, function)
+  return AttentionKernel("flash", reason, function)
 
 
 # Platform -> its flash kernel. Raises ConfigError with the reason if the kernel does not support the shape.
-IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], Attention]] = MappingProxyType(
+IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], AttentionKernel]] = MappingProxyType(
   {"cpu": _cpu_flash, "tpu": _tpu_flash, "gpu": _cudnn}
 )
 
@@ -100,7 +100,7 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], Attention]] = MappingProxyT
 MIN_FLASH_LENGTH = 128
 
 
-def choose(name: str, shape: Shape) -> Attention:
+def choose(name: str, shape: Shape) -> AttentionKernel:
   """Returns the implementation of `name` (dot_product, flash, autoselected) for the platform of `shape`.
 
   If the platform's flash kernel does not support the type or the sizes, flash raises ConfigError, and autoselected
@@ -113,14 +113,14 @@ def choose(name: str, shape: Shape) -> Attention:
   if platform not in IMPLEMENTATIONS:
     raise ConfigError(f"Attention supports the platforms {', '.join(IMPLEMENTATIONS)}, not '{platform}'.")
   if name == "dot_product":
-    return Attention(name, f"set by attention={name}", dot_product)
+    return AttentionKernel(name, f"set by attention={name}", dot_product)
   if name == "flash":
     return IMPLEMENTATIONS[platform](shape, f"set by attention={name}")
   assert name == "autoselected", name
   if shape.seq_len < MIN_FLASH_LENGTH:
     reason = f"for max_target_length={shape.seq_len}, below {MIN_FLASH_LENGTH}, flash is not faster on {platform}"
-    return Attention("dot_product", reason, dot_product)
+    return AttentionKernel("dot_product", reason, dot_product)
   try:
     return IMPLEMENTATIONS[platform](shape, f"the flash kernel of {platform} supports these sizes")
   except ConfigError as refusal:
-    return Attention("dot_product", str(refusal), dot_product)
+    return AttentionKernel("dot_product", str(refusal), dot_product)

@@ -44,7 +44,7 @@ _Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v) ->
 def build(
   *, mesh: Mesh | None, head_dim: int, seq_len: int, dtype: jnp.dtype, implementation: Implementation = "cudnn"
 ) -> Callable[..., jax.Array]:
-  """Returns a function with the contract of `attention.Attention`, for q, k and v of a 16-bit `dtype`.
+  """Returns a function with the contract of `attention.AttentionKernel`, for q, k and v of a 16-bit `dtype`.
 
   Raises ConfigError if cuDNN does not support the type or the sizes, as far as JAX lets it: for wide heads JAX wants to
   see the GPU. `implementation="xla"` is for tests: it computes the same calls in plain XLA on any platform.

@@ -25,9 +25,9 @@ def per_device(
 ) -> Callable[..., jax.Array]:
   """Returns attention on whole arrays. It calls `local` with the part of each device.
 
-  `local` also receives `operand`, split by `operand_specs`. order: as `attention.Attention.zigzag`; `local` gets keys
-  and values in natural order. The result works under `jax.jit`, inside a `jax.shard_map`
-  that is manual over some axes of `mesh`, and outside of both.
+  `local` also receives `operand`, split by `operand_specs`. order: as `attention.AttentionKernel.zigzag`; `local` gets
+  keys and values in natural order. The result works under `jax.jit`, inside a `jax.shard_map` that is manual over some
+  axes of `mesh`, and outside of both.
   """
 
   def on_device(

@@ -39,7 +39,7 @@ SMALL_VMEM, VMEM = 16 << 20, 32 << 20
 
 
 def order(mesh: Mesh | None, seq_len: int) -> Mesh | None:
-  """Returns what `build` expects of the positions, as `attention.Attention.zigzag`.
+  """Returns what `build` expects of the positions, as `attention.AttentionKernel.zigzag`.
 
   Zigzag order needs parts of whole blocks: a block with positions of two parts is computed for both of them.
   """
@@ -50,7 +50,7 @@ def order(mesh: Mesh | None, seq_len: int) -> Mesh | None:
 def build(
   *, mesh: Mesh | None, seq_len: int, heads_per_key: int, head_dim: int, itemsize: int, interpret: Any = False
 ) -> Callable[..., jax.Array]:
-  """Returns a function with the contract of `attention.Attention`, for sequences of exactly `seq_len` in `order`.
+  """Returns a function with the contract of `attention.AttentionKernel`, for sequences of exactly `seq_len` in `order`.
 
   heads_per_key: G. itemsize: bytes of an element of the arrays. `interpret` is for tests: True or
   `pltpu.InterpretParams()` run the kernels on any platform, slowly. Raises ConfigError if the positions of a device are

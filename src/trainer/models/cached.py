@@ -12,7 +12,6 @@ from flax import nnx
 
 from trainer.config.schema import ModelSection
 from trainer.kernels import attention
-from trainer.kernels.cross_entropy import head_logits
 from trainer.models.decoder import DecoderFunctions, DecoderLayer, Params
 
 # Keys and values, [B, K, S, H] in cfg.dtype, of each layer. With scan_layers one pair, [L, B, K, S, H].
@@ -78,8 +77,7 @@ def logits(
       x_BTD, slots = run_layer(decoder.layers[str(i)], x_BTD, earlier, is_last=i + 1 == len(cache))
       new.append(slots)
   x_BD = decoder.final_norm(x_BTD[:, -1])
-  head_VD = (decoder.embedding if decoder.cfg.logits_via_embedding else decoder.lm_head)[...]
-  return head_logits(x_BD, head_VD), new
+  return decoder.head_logits(x_BD), new
 
 
 def _of_prompts(q: jax.Array, k: jax.Array, v: jax.Array, *segments: jax.Array) -> jax.Array:

@@ -181,8 +181,13 @@ class Decoder(nnx.Module):
 
   def logits(self, tokens_BT: jax.Array, positions_BT: jax.Array, segment_ids_BT: jax.Array) -> jax.Array:
     """Returns logits [B, T, V] in float32, for tests and sampling. Training never holds all of them (cross_entropy)."""
-    x_BTD, head_VD = self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)
-    return head_logits(x_BTD, head_VD)
+    x_BTD, _ = self.hidden_and_head(tokens_BT, positions_BT, segment_ids_BT)
+    return self.head_logits(x_BTD)
+
+  def head_logits(self, x: jax.Array) -> jax.Array:
+    """Returns the logits [..., V] in float32 of the stream [..., D] after the final norm."""
+    head_VD = self.embedding if self.cfg.logits_via_embedding else self.lm_head
+    return head_logits(x, head_VD[...])
 
   def _rows_are_smaller(self, reduce: GradReduce, tokens: int, vocab: int) -> bool:
     """Returns whether a device sends less for the gradients of the looked-up rows than for its shard of the table.

@@ -35,7 +35,7 @@ class Kernels:
   rotate_half: rope.RotateHalf = rope.rotate_half_by_reversal  # for the rotary positions
   chunk_logits_bytes: int = CHUNK_LOGITS_BYTES["tpu"]
   head_neighbours: int = 1  # see sharding.LossExchange
-  zigzag: Mesh | None = None  # the order of positions that attention expects, see attention.Attention
+  zigzag: Mesh | None = None  # the order of positions that attention expects, see attention.AttentionKernel
 
 
 def normal_param(

@@ -51,6 +51,8 @@ class StepRecord:
 _NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds", "proof"} | {
   "eval_loss"
 }
+# Without a value, a record has no such field.
+_OPTIONAL = {field.name for field in dataclasses.fields(StepRecord) if field.default is None} - {"mfu", "proof"}
 _PLAIN = {int, float, bool, type(None)}
 
 
@@ -184,7 +186,7 @@ class Metrics:
 
   def _write(self, record: StepRecord) -> None:
     fields = vars(record) | self._events.stamp()  # a deep copy would take longer than everything else here
-    for optional in ("z_loss", "router_load_max", "router_load_min", "router_entropy", "examples", "slice_seconds"):
+    for optional in _OPTIONAL:
       if fields[optional] is None:
         del fields[optional]
     proof = {"proof": fields.pop("proof")}

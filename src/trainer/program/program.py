@@ -32,7 +32,7 @@ from trainer.config.schema import Config, ModelSection, RematPolicy
 from trainer.elastic import batch_plan
 from trainer.elastic.batch_plan import BatchPlan
 from trainer.kernels import attention, grouped_matmul, projection
-from trainer.kernels.attention import Attention
+from trainer.kernels.attention import AttentionKernel
 from trainer.kernels.cross_entropy import CHUNK_LOGITS_BYTES
 from trainer.models import rope
 from trainer.models.decoder import DecoderFunctions, Params
@@ -44,7 +44,7 @@ from trainer.program.checks import Checks
 from trainer.program.optimizers import NOTHING_OWN, Own
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
-from trainer.program.step import Rounds, Sums
+from trainer.program.step import MicroBatches, Sums
 
 TPU_OPTIONS = MappingProxyType(
   {
@@ -116,15 +116,15 @@ class Program:
 
   mesh: Mesh
   model: DecoderFunctions
-  attention: Attention
+  attention: AttentionKernel
   grouped_matmul: grouped_matmul.Chosen  # of experts
   own: Own  # schedule and optimizer that the user of the library gives
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
-  batch: Rounds  # ShapeDtypeStructs [A, rows, T], with shardings
-  train_step: Callable[[TrainState, Rounds], tuple[TrainState, jax.Array]]  # see step.build_train_step
-  eval_step: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
+  batch: MicroBatches  # ShapeDtypeStructs [A, rows, T], with shardings
+  train_step: Callable[[TrainState, MicroBatches], tuple[TrainState, jax.Array]]  # see step.build_train_step
+  eval_step: Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
   compiler_options: Mapping[str, str | bool]  # of the step
@@ -199,7 +199,7 @@ class Program:
     return jax.jit(create, out_shardings=state.shardings(self.state), compiler_options=options)
 
   @functools.cached_property
-  def evaluate(self) -> Callable[[Any, Rounds], tuple[jax.Array, jax.Array]]:
+  def evaluate(self) -> Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]]:
     """`eval_step`, jitted once."""
     return jax.jit(self.eval_step)
 
@@ -211,7 +211,7 @@ class Halves:
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: ShareSums
   apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
-  evaluate: Callable[[Any, Rounds], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
+  evaluate: Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
   checksum: Callable[[Params], jax.Array]  # `state.checksum`
   checks: Checks | None  # of a witness; None: there is none
 
@@ -313,7 +313,7 @@ def _batch_plan(config: Config, mesh: Mesh, alive: int, total: int) -> BatchPlan
 
 
 def _kernels(
-  config: Config, mesh: Mesh, platform: str, tokens: int, kernel: Attention, grouped: grouped_matmul.Chosen
+  config: Config, mesh: Mesh, platform: str, tokens: int, kernel: AttentionKernel, grouped: grouped_matmul.Chosen
 ) -> Kernels:
   """Returns the implementations for a platform. tokens: of a shard of the batch."""
   cfg = config.model
@@ -409,7 +409,7 @@ class Feed:
     self._rows = np.concatenate([group.reshape(-1)[local] for group, local in zip(prog.plan.groups, self._local)])
     self._rows_per_share = prog.plan.rows.size
 
-  def __call__(self, index: int) -> Rounds:
+  def __call__(self, index: int) -> MicroBatches:
     """Returns batches of global arrays [A, rows, T]. The rows of other processes are not read here."""
     rounds = self._rounds_of(index, self._rows)
     self._loader.prepare_digest(index)
@@ -420,7 +420,7 @@ class Feed:
     (batch,) = self._rounds_of(index, self._rows + share * self._rows_per_share)
     return batch
 
-  def _rounds_of(self, index: int, rows: np.ndarray) -> Rounds:
+  def _rounds_of(self, index: int, rows: np.ndarray) -> MicroBatches:
     rows_of_process = self._loader.batch(index, rows)
     cuts = np.cumsum([len(local) for local in self._local])[:-1]
     groups = zip(*(np.split(array, cuts) for array in rows_of_process))

@@ -31,11 +31,11 @@ from trainer.program.state import TrainState
 
 # The metrics of a step, in the order of their array. A model with experts has experts.METRICS after them. It is one
 # array, because a controller needs two requests to read an array through a Pathways proxy.
-METRICS = ("loss", "z_loss", "grad_norm", "lr", "weight", "skipped")
+METRICS = ("loss", "z_loss", "grad_norm", "lr", "weights", "skipped")
 
 
 # The micro-batches of a step: batches [A, rows, T], one after the other. The second of two has one smaller micro-batch.
-Rounds = tuple[Batch, ...]
+MicroBatches = tuple[Batch, ...]
 
 
 @jax.tree_util.register_dataclass
@@ -104,7 +104,9 @@ def loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Param
   return sums
 
 
-def reduced_loss_and_grads(model: DecoderFunctions, cfg: OptimizerSection, params: Params, rounds: Rounds) -> Sums:
+def reduced_loss_and_grads(
+  model: DecoderFunctions, cfg: OptimizerSection, params: Params, rounds: MicroBatches
+) -> Sums:
   """Returns the sum over all slices of what `loss_and_grads` returns, traced where the mesh axis `data` is manual.
 
   Each gradient travels between slices while the backward pass of the last micro-batch computes the next one.
@@ -154,7 +156,7 @@ def apply_gradients(
 ) -> tuple[TrainState, jax.Array]:
   """Returns the next state and the step's metrics, float32; `metric_values` gives them names.
 
-  loss and z_loss are in nats per token, grad_norm is before clipping, weight is a sum over tokens, skipped is the
+  loss and z_loss are in nats per token, grad_norm is before clipping, weights is a sum over tokens, skipped is the
   number of non-finite steps in a row, including this one. If the loss or a gradient is not finite, weights and
   optimizer state stay unchanged.
   """
@@ -182,7 +184,7 @@ def apply_gradients(
     "z_loss": sums.z_loss / weight,
     "grad_norm": norm,
     "lr": rate,
-    "weight": sums.weight,
+    "weights": sums.weight,
     "skipped": skipped,
   }
   return new_state, jnp.stack([x.astype(jnp.float32) for x in (*map(metrics.get, METRICS), *router.values())])
@@ -199,19 +201,19 @@ def build_train_step(
   optimizer: optax.GradientTransformation,
   schedule: Callable[[jax.Array], jax.Array],
   mesh: Mesh,
-) -> Callable[[TrainState, Rounds], tuple[TrainState, jax.Array]]:
+) -> Callable[[TrainState, MicroBatches], tuple[TrainState, jax.Array]]:
   """Returns train_step(state, rounds) -> (state, metrics) on `mesh`, to be jitted with the state donated.
 
   The arrays of the rounds are [A, rows of all slices, T] sharded like `abstract_batch`.
   """
 
-  def of_one_slice(params: Params, rounds: Rounds) -> Sums:
+  def of_one_slice(params: Params, rounds: MicroBatches) -> Sums:
     (batch,) = rounds  # the micro-batches of one slice have the size of the full topology's
     return loss_and_grads(model, cfg, params, batch)
 
   sums = _over_slices(mesh, of_one_slice, functools.partial(reduced_loss_and_grads, model, cfg))
 
-  def train_step(state: TrainState, rounds: Rounds) -> tuple[TrainState, jax.Array]:
+  def train_step(state: TrainState, rounds: MicroBatches) -> tuple[TrainState, jax.Array]:
     params = state.params
     if model.cfg.has_balance_loss:
       tokens = sum(jnp.sum(batch.segment_ids != 0, dtype=jnp.float32) for batch in rounds)
@@ -231,14 +233,14 @@ def abstract_sums(state: TrainState, mesh: Mesh) -> Sums:
 
 def build_eval_step(
   model: DecoderFunctions, cfg: OptimizerSection, mesh: Mesh
-) -> Callable[[Params, Rounds], tuple[jax.Array, jax.Array]]:
+) -> Callable[[Params, MicroBatches], tuple[jax.Array, jax.Array]]:
   """Returns eval_step(params, rounds) -> sums of weighted cross-entropy and of weights, float32 scalars."""
 
   def batch_losses(params: Params, batch: Batch) -> tuple[jax.Array, jax.Array]:
     losses = jax.lax.map(lambda micro: token_losses(model, cfg, params, micro)[0], batch)
     return jnp.sum(losses), jnp.sum(batch.weights, dtype=jnp.float32)
 
-  def slice_losses(params: Params, rounds: Rounds) -> tuple[jax.Array, jax.Array]:
+  def slice_losses(params: Params, rounds: MicroBatches) -> tuple[jax.Array, jax.Array]:
     sums = [batch_losses(params, batch) for batch in rounds]
     return functools.reduce(functools.partial(jax.tree.map, jnp.add), sums)
 
@@ -266,8 +268,8 @@ def abstract_batch(mesh: Mesh, accumulation: int, rows: int, length: int) -> Bat
 
 
 def _over_slices(
-  mesh: Mesh, of_one_slice: Callable[[Params, Rounds], Any], reduced: Callable[[Params, Rounds], Any]
-) -> Callable[[Params, Rounds], Any]:
+  mesh: Mesh, of_one_slice: Callable[[Params, MicroBatches], Any], reduced: Callable[[Params, MicroBatches], Any]
+) -> Callable[[Params, MicroBatches], Any]:
   """Returns a function of (params, rounds) that returns sums over all slices of the mesh.
 
   of_one_slice: returns the sums of one slice; used as it is if the mesh has one slice. XLA's partitioner refuses a

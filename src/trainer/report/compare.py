@@ -10,7 +10,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.report import history
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def compare(run_directories: Sequence[str], path: str | None = None) -> Comparis
   return result
 
 
-def of_runs(ours: Run, theirs: Run) -> Comparison | None:
+def of_runs(ours: RunHistory, theirs: RunHistory) -> Comparison | None:
   """How far the losses of two runs differ; None if they have no step in common."""
   steps, difference = _differences(ours, theirs)
   if not len(steps):
@@ -57,7 +57,7 @@ def of_runs(ours: Run, theirs: Run) -> Comparison | None:
   return Comparison(float(difference[worst]), int(steps[worst]), len(steps), int((difference == 0).sum()))
 
 
-def _differences(ours: Run, theirs: Run) -> tuple[np.ndarray, np.ndarray]:
+def _differences(ours: RunHistory, theirs: RunHistory) -> tuple[np.ndarray, np.ndarray]:
   """The steps that both runs have, and the relative difference of their losses."""
   first, second = ours.steps, theirs.steps
   steps, i, j = np.intersect1d(first["step"], second["step"], assume_unique=True, return_indices=True)

@@ -13,20 +13,20 @@ from trainer.config.schema import OptimizerSection
 from trainer.observe import files
 from trainer.observe.metrics import format_duration
 from trainer.report import compare, goodput, incidents, markup
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 
 _DETERMINES_LOSSES = (
   resume.CHANGES_STATE | resume.CHANGES_MODEL | resume.CHANGES_DATA_ORDER | set(OptimizerSection.model_fields)
 )
 
 
-def write(runs: Sequence[Run], path: str) -> None:
+def write(runs: Sequence[RunHistory], path: str) -> None:
   """Writes the comparison of runs that have steps to an HTML file that loads nothing."""
   directory, _, name = path.rpartition("/")
   files.write_text(directory or ".", name, markup.page("Comparison of runs", body(runs)))
 
 
-def body(runs: Sequence[Run]) -> str:
+def body(runs: Sequence[RunHistory]) -> str:
   """The comparison as the body of an HTML page. The first run is the one that the others are compared with."""
   from trainer.report import hover, overlay, style  # matplotlib: a second to import
 
@@ -41,20 +41,20 @@ def body(runs: Sequence[Run]) -> str:
   )
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
+def labels(runs: Sequence[RunHistory]) -> list[str]:
   """A name for each run that no other run of the page has."""
   names = [run.name for run in runs]
   return [run.directory if names.count(run.name) > 1 else run.name for run in runs]
 
 
-def _numbers(runs: Sequence[Run], results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
+def _numbers(runs: Sequence[RunHistory], results: Sequence[dict[str, Any]], names: Sequence[str]) -> str:
   """A column per run, so that the page of two runs fits a phone."""
   columns = [_facts(run, result, runs[0]) for run, result in zip(runs, results)]
   rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
   return markup.table(("", *names), [row for row in rows if any(row[1:])])
 
 
-def _facts(run: Run, result: dict[str, Any], first: Run) -> dict[str, str]:
+def _facts(run: RunHistory, result: dict[str, Any], first: RunHistory) -> dict[str, str]:
   happened = incidents.find(run)
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
@@ -72,19 +72,19 @@ def _facts(run: Run, result: dict[str, Any], first: Run) -> dict[str, str]:
   return facts | {"losses against the first run": "" if run is first else _difference(first, run)}
 
 
-def _loss(run: Run) -> str:
+def _loss(run: RunHistory) -> str:
   loss, of_steps = run.last_loss()
   return f"{loss:.4f} ({of_steps})"
 
 
-def _difference(first: Run, run: Run) -> str:
+def _difference(first: RunHistory, run: RunHistory) -> str:
   if other := _other(first, run):
     return f"not compared: other {', '.join(other[:3])}{', ...' * (len(other) > 3)}"
   found = compare.of_runs(first, run)
   return "no step in common" if found is None else str(found)
 
 
-def _other(first: Run, run: Run) -> list[str]:
+def _other(first: RunHistory, run: RunHistory) -> list[str]:
   """Names of what makes two runs different trainings; [] if their losses should be the same."""
   ours, theirs = (one.start.get("config") or {} for one in (first, run))
   found = [key for key in ours if key in _DETERMINES_LOSSES and ours[key] != theirs.get(key)]
@@ -96,7 +96,7 @@ def _other(first: Run, run: Run) -> list[str]:
   return found or ["learning rates"] * (not same)
 
 
-def _differences(runs: Sequence[Run], names: Sequence[str]) -> str:
+def _differences(runs: Sequence[RunHistory], names: Sequence[str]) -> str:
   """The keys whose values are not the same in all runs."""
   values: list[dict[str, Any]] = [run.start.get("config") or {} for run in runs]
   keys = dict.fromkeys(key for keys_of_run in values for key in keys_of_run)

@@ -20,7 +20,7 @@ import numpy as np
 from trainer.observe import files
 from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration
-from trainer.report.history import Events, Run
+from trainer.report.history import Events, RunHistory
 
 GOODPUT_FILE = "goodput.json"
 
@@ -68,7 +68,7 @@ _BLOCKING = {"checkpoint_saved": "checkpoint", "snapshot": "snapshot"}
 _Claims = dict[str, list[np.ndarray]]
 
 
-def compute(run: Run) -> dict[str, Any]:
+def compute(run: RunHistory) -> dict[str, Any]:
   """Goodput of a run.
 
   Returns began (epoch seconds); idle [[begin, end], ...] (epoch seconds): no time of the run, because the run was
@@ -120,7 +120,7 @@ def elapsed(result: dict[str, Any], wall: Any) -> Any:
   return wall - result["began"] - sum(np.clip(wall - begin, 0, end - begin) for begin, end in result["idle"])
 
 
-def _slice_percent(run: Run) -> float | None:
+def _slice_percent(run: RunHistory) -> float | None:
   total = max((event.get("num_slices") or 0 for event in run.of_kind("run_start")), default=0)
   seconds = run.steps["seconds"].sum()
   if not total or not seconds:
@@ -128,7 +128,7 @@ def _slice_percent(run: Run) -> float | None:
   return round(100 * float((run.steps["seconds"] * run.steps["slices"]).sum() / seconds / total), 2)
 
 
-def write(run: Run, result: dict[str, Any], log: Log) -> None:
+def write(run: RunHistory, result: dict[str, Any], log: Log) -> None:
   """Writes the result of `compute` to {run}/goodput.json, and one log line."""
   files.write_text(run.directory, GOODPUT_FILE, json.dumps(result, indent=2) + "\n")
   log.line(format_line(result))
@@ -162,7 +162,7 @@ class _Life:
     return min(ends)[2], min(ends)[0], max(ends)[0]
 
 
-def _lives(run: Run) -> list[_Life]:
+def _lives(run: RunHistory) -> list[_Life]:
   """The processes of a run in the order in which they began."""
   events: dict[str, Events] = {process: [] for process in run.processes}
   for event in run.events:

@@ -28,7 +28,7 @@ _NUMBERS = (
 _ROW = np.dtype(
   [
     *((name, np.float64) for name in _NUMBERS),
-    ("process", np.int32),  # index into Run.processes
+    ("process", np.int32),  # index into RunHistory.processes
     ("completed", np.bool_),  # the record of a completed step, not of an evaluation
   ]
 )
@@ -47,7 +47,7 @@ _TYPES: dict[str, Any] = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class RunHistory:
   """The records of a run directory. Arrays of rows have the fields of _ROW: rows["loss"] is a column."""
 
   directory: str
@@ -129,7 +129,7 @@ class Run:
     return np.divide(tokens, steps["seconds"], out=np.full(len(steps), np.nan), where=steps["seconds"] > 0)
 
 
-def load(run_directory: str) -> Run:
+def load(run_directory: str) -> RunHistory:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
   events = without_refused(clean_events(read_events(run_directory)))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
@@ -140,7 +140,7 @@ def load(run_directory: str) -> Run:
     raise ConfigError(_not_a_run(run_directory))
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
   starts = [event for event in events if event["kind"] == "run_start"]
-  return Run(
+  return RunHistory(
     directory=run_directory,
     name=str(starts[-1]["run"]) if starts and starts[-1].get("run") else run_directory.rstrip("/").split("/")[-1],
     processes=list(processes),
@@ -154,7 +154,7 @@ def load(run_directory: str) -> Run:
   )
 
 
-def load_with_steps(run_directory: str) -> Run:
+def load_with_steps(run_directory: str) -> RunHistory:
   """Like `load`; ConfigError also if no step was completed yet."""
   run = load(run_directory)
   run.require_steps()

@@ -12,7 +12,7 @@ import numpy as np
 from stepcost import chips
 from trainer.config.errors import counted
 from trainer.observe.metrics import format_duration
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 from worlds.membership.messages import failing_line, slow_line
 from worlds.membership.witness import alarm_line
 
@@ -62,7 +62,7 @@ class Incident:
     return self.own_seconds * self.chips / 3600 * chip_hour_price
 
 
-def find(run: Run) -> list[Incident]:
+def find(run: RunHistory) -> list[Incident]:
   """The incidents of a run in order of time. The costs of a lost or returned slice are those of its recovery record."""
   found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run), *_failures(run)]
   return charge(sorted(found, key=lambda incident: incident.wall))
@@ -80,7 +80,7 @@ def charge(incidents: list[Incident]) -> list[Incident]:
   return charged
 
 
-def failing(run: Run) -> list[dict[str, Any]]:
+def failing(run: RunHistory) -> list[dict[str, Any]]:
   """The newest records of the members that fail again and again, and have not returned."""
   newest: dict[int, dict[str, Any]] = {}
   for event in run.of_kind("member_failing", "slice_up"):
@@ -92,7 +92,7 @@ def failing(run: Run) -> list[dict[str, Any]]:
   return list(newest.values())
 
 
-def troubled(run: Run) -> list[str]:
+def troubled(run: RunHistory) -> list[str]:
   """Lines on the members that fail again and again, or are slower than the others, now."""
   slow: dict[int, dict[str, Any]] = {}
   for event in run.of_kind("member_slow", "slice_down"):
@@ -104,7 +104,7 @@ def troubled(run: Run) -> list[str]:
   return [*map(failing_line, failing(run)), *(slow_line(event) for event in slow.values() if event["factor"] > 1)]
 
 
-def slices_lost(run: Run) -> int:
+def slices_lost(run: RunHistory) -> int:
   """How often a slice was lost; several that were lost together are as many losses."""
   return sum(map(slices_of, run.of_kind("slice_down")))
 
@@ -115,7 +115,7 @@ def slices_of(event: dict[str, Any]) -> int:
   return len(ids) if isinstance(ids, list) else 1
 
 
-def num_chips(run: Run) -> float | None:
+def num_chips(run: RunHistory) -> float | None:
   """Number of chips of the whole run; None if its devices are not recorded. A device of an unknown kind is a chip."""
   devices = run.start.get("devices")
   if not devices:
@@ -124,12 +124,12 @@ def num_chips(run: Run) -> float | None:
   return devices / (chip.devices_per_chip if chip else 1)
 
 
-def _chips_of(run: Run, slices: Any) -> float | None:
+def _chips_of(run: RunHistory, slices: Any) -> float | None:
   total, whole = num_chips(run), run.start.get("num_slices")
   return total * slices / whole if total and whole and isinstance(slices, int) else total
 
 
-def _resizes(run: Run) -> Iterator[Incident]:
+def _resizes(run: RunHistory) -> Iterator[Incident]:
   """Lost and returned slices, each with the record of its recovery if the run came to it."""
   recoveries = run.of_kind("recovery")
   used: set[int] = set()
@@ -149,7 +149,7 @@ def _recovers(recovery: dict[str, Any], event: dict[str, Any]) -> bool:
   return same and recovery.get("step_before") == event.get("step") and recovery["wall"] >= event["wall"] - 1
 
 
-def _resize(run: Run, event: dict[str, Any], recovery: dict[str, Any]) -> Incident:
+def _resize(run: RunHistory, event: dict[str, Any], recovery: dict[str, Any]) -> Incident:
   lost = int(recovery.get("steps_lost") or 0)
   after: Any = recovery.get("slices_after")
   what = f"{_change(event)} Training continued on {counted(after, 'slice')}"
@@ -176,7 +176,7 @@ def _parts(recovery: dict[str, Any]) -> str:
   return _sentence(", ".join(f"{name} {seconds:.1f} s" for seconds, name in long))
 
 
-def _restarts(run: Run) -> Iterator[Incident]:
+def _restarts(run: RunHistory) -> Iterator[Incident]:
   """Processes that continued the run after another process had ended before all its steps were done."""
   tokens_per_step = int(run.start.get("tokens_per_step") or 0)
   starts = run.of_kind("run_start")
@@ -206,13 +206,13 @@ def _restarts(run: Run) -> Iterator[Incident]:
     )
 
 
-def _done_again(run: Run, start: dict[str, Any]) -> int:
+def _done_again(run: RunHistory, start: dict[str, Any]) -> int:
   """How many completed steps the process of `start` had to do again; 0 if it has not begun to."""
   steps, rows = run.rows["step"], np.flatnonzero(run.rows["process"] == run.processes.index(start["process"]))
   return max(0, int(steps[rows[0] - 1] - steps[rows[0]]) + 1) if rows.size and rows[0] else 0
 
 
-def _hangs(run: Run) -> Iterator[Incident]:
+def _hangs(run: RunHistory) -> Iterator[Incident]:
   """Processes that the watchdog ended. A slice that hangs is in the records of lost slices."""
   for event in run.of_kind("hang"):
     if "operation" not in event:
@@ -226,7 +226,7 @@ def _hangs(run: Run) -> Iterator[Incident]:
     )
 
 
-def _saves(run: Run) -> Iterator[Incident]:
+def _saves(run: RunHistory) -> Iterator[Incident]:
   """Checkpoints that were not usable, and snapshots that were refused."""
   for event in run.of_kind("checkpoint_rejected"):
     what = f"The {event.get('tier')} checkpoint of step {event.get('step')} was passed over."
@@ -242,7 +242,7 @@ def _saves(run: Run) -> Iterator[Incident]:
     yield _incident(event, what, f"{event.get('array')} of slice {event.get('slice')} differs from the other slices.")
 
 
-def _others(run: Run) -> Iterator[Incident]:
+def _others(run: RunHistory) -> Iterator[Incident]:
   tokens = run.start.get("tokens_per_step")
   for event in run.of_kind("nonfinite"):
     what = f"The update of step {event.get('step')} was not applied."
@@ -259,7 +259,7 @@ def _others(run: Run) -> Iterator[Incident]:
     yield _incident(event, what, "The process that wrote them before was lost or has left.")
 
 
-def _failures(run: Run) -> Iterator[Incident]:
+def _failures(run: RunHistory) -> Iterator[Incident]:
   """Members that failed again and again while the others went on; those in a row are one incident."""
   last: dict[int, dict[str, Any]] = {}
   for event in run.of_kind("member_failing"):

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 from trainer.config.errors import ConfigError
 from trainer.report import goodput, history, markup
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 
 _LATE_SECONDS = 60.0  # without a record, and no step took so long: nobody may be writing any more
 _START_SECONDS = 600.0  # the same before the first step, which may have to be compiled
@@ -26,13 +26,13 @@ _HEADINGS = (
 )
 
 
-def last_record(run: Run) -> float:
+def last_record(run: RunHistory) -> float:
   """Wall time of the newest record; 0.0 if there is none."""
   ends = [float(run.rows["wall"].max())] if len(run.rows) else []
   return max([*ends, *(event["wall"] for event in run.events)], default=0.0)
 
 
-def patience(run: Run) -> float:
+def patience(run: RunHistory) -> float:
   """Seconds without a record after which a run that has not ended seems to be dead."""
   return max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max())) if len(run.steps) else _START_SECONDS
 

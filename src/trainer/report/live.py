@@ -18,7 +18,7 @@ from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
 from trainer.report import comparison_page, goodput, history, incidents, list_page, page
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 from trainer.report.list_page import Row
 
 _LARGEST_SHARE = 0.25  # of the time that making pages may take: the machine may be training
@@ -48,7 +48,7 @@ class LivePage:
     self._lock = threading.Lock()
     self._seen: list[Sequence[object]] | None = None  # of the files, when the page was made; None: make it
     self._version, self._body = 0, "<p>Waiting for the first step.</p>"
-    self._runs: list[Run] = []
+    self._runs: list[RunHistory] = []
     self._listed: dict[str, tuple[object, Row]] = {}  # folder in a folder of runs: its signature, its row
     self._next = float("-inf")  # time from which the page may be made again
     self._problem: str | None = None  # why the files cannot be read, since `_failing_since`
@@ -136,7 +136,7 @@ def _signature(directory: str) -> Sequence[object]:
   return found
 
 
-def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
+def _notice(runs: list[RunHistory], now: float) -> tuple[str, bool]:
   """How far the runs are, and whether one of them that has not ended writes nothing any more."""
   texts, late = [], False
   for run in runs:
@@ -159,7 +159,7 @@ def _notice(runs: list[Run], now: float) -> tuple[str, bool]:
   return "; ".join(texts), late
 
 
-def _failing_saves(run: Run, now: float) -> str:
+def _failing_saves(run: RunHistory, now: float) -> str:
   """Since when the saves in storage fail, and how old the newest checkpoint is; "" if the last one did not fail."""
   kinds = ("checkpoint_saved", "checkpoint_failed")
   saves = [event for event in run.of_kind(*kinds) if event.get("tier") == "persistent"]

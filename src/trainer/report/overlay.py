@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from trainer.report import goodput, series
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 from trainer.report.style import BLUE, GREEN, GREY, INK, ORANGE, PURPLE, SKY, VERMILION, Size, short_number, time_unit
 
 _COLORS = (BLUE, ORANGE, GREEN, PURPLE, VERMILION, SKY, INK, GREY)
@@ -20,7 +20,11 @@ _DASHES = (0, (3, 3))
 
 
 def compared(
-  runs: Sequence[Run], results: Sequence[dict[str, Any]], names: Sequence[str], equal: Collection[str], size: Size
+  runs: Sequence[RunHistory],
+  results: Sequence[dict[str, Any]],
+  names: Sequence[str],
+  equal: Collection[str],
+  size: Size,
 ) -> Figure:
   """A row for each loss, over steps, tokens and hours or minutes, and a row with learning rates and speeds. All below
   each other on a phone.
@@ -87,7 +91,7 @@ def _dress(grid: np.ndarray) -> None:
 class _Drawn:
   """A run, and how its curves look."""
 
-  run: Run
+  run: RunHistory
   result: dict[str, Any]
   unit: float
   label: str

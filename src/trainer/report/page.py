@@ -13,7 +13,7 @@ from trainer.observe.log import Log
 from trainer.observe.metrics import format_duration
 from trainer.report import goodput as goodput_lib
 from trainer.report import history, incidents, markup, sections
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 from trainer.report.incidents import Incident
 
 REPORT_FILE = "report.html"
@@ -48,7 +48,7 @@ def write_or_warn(run_directory: str, log: Log, *, with_goodput: bool, with_page
     log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")
 
 
-def write(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> str:
+def write(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> str:
   """Writes report.html and loss.png into the run directory and returns the report's path.
 
   goodput: the result of goodput.compute. chip_hour_price: 0: no prices. ConfigError if the run has no completed step.
@@ -59,7 +59,7 @@ def write(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> st
   return f"{run.directory.rstrip('/')}/{REPORT_FILE}"
 
 
-def body(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tuple[str, bytes]:
+def body(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tuple[str, bytes]:
   """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
   from trainer.report import hover, plots, style  # matplotlib: a second to import
 
@@ -71,7 +71,7 @@ def body(run: Run, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tup
   return sections_of(run, goodput, first + second + third, chip_hour_price), style.png(figure)
 
 
-def sections_of(run: Run, goodput: dict[str, Any], pictures: str, price: float) -> str:
+def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str, price: float) -> str:
   happened = incidents.find(run)
   parts = [
     f"<h1>{html.escape(run.name)}</h1>{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
@@ -87,7 +87,7 @@ def sections_of(run: Run, goodput: dict[str, Any], pictures: str, price: float) 
   return "\n".join(filter(None, parts))
 
 
-def _summary(run: Run, happened: list[Incident]) -> str:
+def _summary(run: RunHistory, happened: list[Incident]) -> str:
   """How the run ended, what it has lost, and in one line what ran where."""
   end, tone = _end(run)
   lost = [markup.count(len(run.steps), "step")]
@@ -109,7 +109,7 @@ def _summary(run: Run, happened: list[Incident]) -> str:
   return f'<p class="{tone}">{end}</p><p class="lead">{", ".join(lost)}</p><p class="sub">{told}</p>'
 
 
-def _end(run: Run) -> tuple[str, str]:
+def _end(run: RunHistory) -> tuple[str, str]:
   """A sentence on how the newest process ended, and its class in the style sheet."""
   if run.end is None:
     if run.events and run.events[-1]["kind"] == "hang" and "operation" in run.events[-1]:
@@ -120,7 +120,7 @@ def _end(run: Run) -> tuple[str, str]:
   return f"{text} (exit code {code}).", tone
 
 
-def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
+def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
   """The big numbers."""
   last = run.steps[-1]
   speeds = run.tokens_per_second()
@@ -151,7 +151,7 @@ def _tiles(run: Run, goodput: dict[str, Any], price: float) -> str:
   return f'<div class="tiles">{"".join(boxes)}</div>'
 
 
-def _sample(run: Run) -> str:
+def _sample(run: RunHistory) -> str:
   samples = run.of_kind("sample")
   if not samples:
     return ""
@@ -159,7 +159,7 @@ def _sample(run: Run) -> str:
   return f"<h2>Sample</h2><p>The trained model continues the prompt (bold).</p><pre><b>{prompt}</b>{text}</pre>"
 
 
-def _started(run: Run) -> str:
+def _started(run: RunHistory) -> str:
   """Which data, and how, where and with which code the newest process was started."""
   start = run.start
   data = start.get("data")

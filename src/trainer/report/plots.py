@@ -15,7 +15,7 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.report import series, style
 from trainer.report.goodput import elapsed
-from trainer.report.history import Events, Run
+from trainer.report.history import Events, RunHistory
 from trainer.report.style import Size
 
 # Rows of the strip of events: label, kind, colour, marker, whether a line goes down through the curves.
@@ -39,7 +39,7 @@ class _Steps:
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return rows["step"]
 
-  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
+  def curve(self, run: RunHistory, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
     return shorten(rows["step"], values)
 
   def event(self, event: dict[str, Any]) -> float | None:
@@ -62,7 +62,7 @@ class _Time:
   def rows(self, rows: np.ndarray) -> np.ndarray:
     return self.at(rows["wall"])
 
-  def curve(self, run: Run, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
+  def curve(self, run: RunHistory, rows: np.ndarray, values: np.ndarray, shorten: series.Shorten) -> series.Curve:
     return series.broken(run, rows, self.rows(rows), values, shorten)
 
   def event(self, event: dict[str, Any]) -> float | None:
@@ -79,7 +79,7 @@ def styled(draw: Callable[..., Figure], *arguments: Any, **named: Any) -> Figure
     return draw(*arguments, **named)
 
 
-def loss_over_steps(run: Run, size: Size = style.WIDE) -> Figure:
+def loss_over_steps(run: RunHistory, size: Size = style.WIDE) -> Figure:
   """The picture of the run: events, loss and evaluations, and slices, over steps."""
   scale = _Steps()
   slices = run.total_slices > 1
@@ -92,7 +92,7 @@ def loss_over_steps(run: Run, size: Size = style.WIDE) -> Figure:
   return figure
 
 
-def over_time(run: Run, goodput: dict[str, Any], size: Size = style.WIDE) -> Figure:
+def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE) -> Figure:
   """Loss, speed and slices alive over wall time."""
   scale = _Time(goodput)
   slices = run.total_slices > 1
@@ -115,7 +115,7 @@ def over_time(run: Run, goodput: dict[str, Any], size: Size = style.WIDE) -> Fig
   return figure
 
 
-def details(run: Run, size: Size = style.WIDE) -> Figure:
+def details(run: RunHistory, size: Size = style.WIDE) -> Figure:
   """Distribution of step times, gradient norm, learning rate, and the load of the experts if there are any."""
   parts = 3 + run.has_experts
   shape = (parts, 1) if size.is_narrow else (parts // 2, 2) if run.has_experts else (1, parts)
@@ -144,7 +144,7 @@ def details(run: Run, size: Size = style.WIDE) -> Figure:
   return figure
 
 
-def _draw_curves(axis: Axes, run: Run, *curves: tuple[str, str, str]) -> None:
+def _draw_curves(axis: Axes, run: RunHistory, *curves: tuple[str, str, str]) -> None:
   """Numbers of the steps, over the steps. curves: (field of the rows, name, colour)."""
   for field, name, color in curves:
     steps, values = run.steps["step"], run.steps[field]
@@ -158,7 +158,7 @@ def _draw_curves(axis: Axes, run: Run, *curves: tuple[str, str, str]) -> None:
   _label_steps(axis, nbins=4)
 
 
-def _draw_step_times(axis: Axes, run: Run) -> None:
+def _draw_step_times(axis: Axes, run: RunHistory) -> None:
   """Histogram of the seconds of the steps that count, by number of slices, with median and 99th percentile."""
   axis.set_title("Step time")
   seconds, slices = run.steps["seconds"], run.steps["slices"]
@@ -197,7 +197,7 @@ def _legend_above(axis: Axes) -> None:
   axis.legend(handles=handles, fontsize=9, loc="upper right", borderaxespad=0.2, borderpad=0.2)
 
 
-def comparison(runs: Sequence[Run], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
+def comparison(runs: Sequence[RunHistory], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
   """Losses of two runs over steps with the events of both, and below them their relative difference per step."""
   figure, strip, axes = _stack(_marks(runs, hidden="saved_"), _Steps(), style.WIDE, heights=(3.8, 1.5))
   strip.set_title(summary, pad=8)
@@ -254,7 +254,7 @@ def _stack(
   return figure, strip, axes
 
 
-def _marks(runs: Sequence[Run], hidden: str = "") -> list[_Mark]:
+def _marks(runs: Sequence[RunHistory], hidden: str = "") -> list[_Mark]:
   """The rows of the strip that have events, except kinds that begin with `hidden`."""
   events: Events = []
   for run in runs:
@@ -270,7 +270,7 @@ def _marks(runs: Sequence[Run], hidden: str = "") -> list[_Mark]:
   return marks
 
 
-def _next_step(run: Run, event: dict[str, Any]) -> int | None:
+def _next_step(run: RunHistory, event: dict[str, Any]) -> int | None:
   later = run.rows["step"][run.rows["wall"] >= event["wall"]]
   return int(later.min()) if len(later) else None
 
@@ -288,7 +288,7 @@ def _title(strip: Axes, labelled: Axes, text: str, size: Size) -> None:
   strip.legend(handles, labels, **look).set_in_layout(False)  # the pad keeps its place: it must not move the axes
 
 
-def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
+def _draw_loss(axis: Axes, run: RunHistory, scale: _Scale) -> None:
   """Loss of the history, of lost steps, of evaluations, and the lines that a person compares them with."""
   losses = run.steps["loss"]
   if (smoothed := series.smooth(losses)) is None:
@@ -315,7 +315,7 @@ def _draw_loss(axis: Axes, run: Run, scale: _Scale) -> None:
   axis.grid(axis="y")
 
 
-def _draw_evaluations(axis: Axes, run: Run, scale: _Scale) -> None:
+def _draw_evaluations(axis: Axes, run: RunHistory, scale: _Scale) -> None:
   """The curve of eval_loss, and thinner curves of the first other sets. The page has a table of all sets."""
   few: dict[str, Any] = {"marker": "o", "markersize": 6, "markeredgecolor": style.PAPER, "markeredgewidth": 0.8}
   dot = few if len(run.evals) <= 30 else {}
@@ -340,7 +340,7 @@ class _Reference:
   above: bool = True
 
 
-def _references(run: Run) -> list[_Reference]:
+def _references(run: RunHistory) -> list[_Reference]:
   """The losses of a uniform guess and of a unigram model, the latter for each curve that the picture has."""
   found = []
   if run.start.get("vocab_size"):
@@ -367,7 +367,9 @@ def _draw_reference(axis: Axes, line: _Reference) -> None:
   axis.annotate(f"{line.name} = {line.value:.2f}", place, (0, 2 if line.above else -2), where, "offset points", **look)
 
 
-def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Literal["pre", "post"], label: str) -> None:
+def _draw_slices(
+  axis: Axes, run: RunHistory, curves: list[series.Curve], where: Literal["pre", "post"], label: str
+) -> None:
   for xs, ys in curves:
     axis.fill_between(xs, ys, step=where, color=style.GREEN, alpha=0.25, linewidth=0)
     axis.step(xs, ys, where=where, color=style.GREEN, linewidth=1.4, label=label.replace("\n", " "))
@@ -376,7 +378,7 @@ def _draw_slices(axis: Axes, run: Run, curves: list[series.Curve], where: Litera
   axis.set_ylabel(label)
 
 
-def _label_steps(axis: Axes, run: Run | None = None, nbins: int = 6) -> None:
+def _label_steps(axis: Axes, run: RunHistory | None = None, nbins: int = 6) -> None:
   """Labels the steps; with `run`, also the tokens that it had trained on after each of them."""
   axis.set_xlabel("step" if run is None else "step, and tokens so far")
   first, last = axis.get_xlim()

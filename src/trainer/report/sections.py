@@ -12,7 +12,7 @@ from trainer.observe.metrics import format_duration
 from trainer.report import incidents as incidents_lib
 from trainer.report import markup
 from trainer.report.goodput import BUCKETS
-from trainer.report.history import Events, Run
+from trainer.report.history import Events, RunHistory
 from trainer.report.incidents import Incident
 
 # Buckets of goodput: name and colour.
@@ -71,7 +71,7 @@ _DATA = {
 _MOST_ROWS = 1000  # of a table; a million events would make a page that no browser opens
 
 
-def incidents(run: Run, happened: list[Incident], price: float) -> str:
+def incidents(run: RunHistory, happened: list[Incident], price: float) -> str:
   """What happened besides training, one row per incident: what, why, and its cost. price: of a chip for an hour."""
   if not happened:
     return "<h2>What happened</h2><p>No slice was lost, and no process ended early.</p>"
@@ -92,7 +92,7 @@ def incidents(run: Run, happened: list[Incident], price: float) -> str:
   )
 
 
-def captions(run: Run, result: dict[str, Any]) -> list[str]:
+def captions(run: RunHistory, result: dict[str, Any]) -> list[str]:
   """What the three pictures show, with their numbers, for readers who do not see them."""
   steps, speeds = run.steps, run.tokens_per_second()
   ends = f"from {steps[0]['loss']:.4g} at step {steps[0]['step']:,.0f} to {steps[-1]['loss']:.4g} at step "
@@ -126,19 +126,19 @@ def data(values: dict[str, Any]) -> str:
   return markup.facts({_DATA.get(key, key.replace("_", " ")): value for key, value in known.items()})
 
 
-def evaluation_sets(run: Run) -> str:
+def evaluation_sets(run: RunHistory) -> str:
   """The last and the lowest loss of each evaluation set, if there are several."""
   headings = ("set", "last loss", "lowest loss")
   return _evaluations(run, run.eval_sets, "Evaluation sets", headings, lambda losses: (-1, int(np.argmin(losses))))
 
 
-def task_scores(run: Run) -> str:
+def task_scores(run: RunHistory) -> str:
   """The first and the last score of each task and metric of eval_tasks."""
   return _evaluations(run, run.scores, "Tasks", ("task", "first score", "last score"), lambda _: (0, -1))
 
 
 def _evaluations(
-  run: Run,
+  run: RunHistory,
   columns: dict[str, np.ndarray],
   title: str,
   headings: Sequence[str],
@@ -168,7 +168,7 @@ def _incident(incident: Incident, price: float) -> str:
   )
 
 
-def _price_note(run: Run, price: float) -> str:
+def _price_note(run: RunHistory, price: float) -> str:
   if not price:
     return '<p class="sub">trainer.tools.report --chip-hour-price shows the cost of each event in money.</p>'
   chips = incidents_lib.num_chips(run)
@@ -180,7 +180,7 @@ def _price_note(run: Run, price: float) -> str:
   )
 
 
-def _phases(run: Run) -> str:
+def _phases(run: RunHistory) -> str:
   """The numbers of the recovery records, folded."""
   recoveries = run.of_kind("recovery")
   if not recoveries:
@@ -190,7 +190,7 @@ def _phases(run: Run) -> str:
   return markup.folded(f"The parts of {markup.count(len(recoveries), 'recovery', 'recoveries')}", table)
 
 
-def goodput(run: Run, result: dict[str, Any], price: float) -> str:
+def goodput(run: RunHistory, result: dict[str, Any], price: float) -> str:
   """Where the wall time went: one bar of 100 %, and a row for each of its parts. result: of goodput.compute."""
   shares = [(bucket, share) for bucket in _BUCKETS if (share := result["percent"][bucket]) > 0]
   bar = "".join(
@@ -230,7 +230,7 @@ def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str
   return text + markup.folded(f"{markup.count(len(rest), 'key')}{label}", markup.facts(rest))
 
 
-def events(run: Run) -> str:
+def events(run: RunHistory) -> str:
   """The records of events.jsonl, folded."""
   kept: Events = [event for event in run.events if event["kind"] != "run_start"]
   shown = kept[-_MOST_ROWS:]

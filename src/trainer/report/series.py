@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.report.history import Run
+from trainer.report.history import RunHistory
 
 MAX_POINTS = 1500  # of one curve: more than a screen has columns
 _SMOOTHED_FROM = 30  # steps: fewer are read one by one
@@ -108,7 +108,7 @@ def smooth(values: np.ndarray) -> np.ndarray | None:
   return values
 
 
-def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray, shorten: Shorten = thin) -> Curve:
+def broken(run: RunHistory, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray, shorten: Shorten = thin) -> Curve:
   """A curve over time of run.steps or run.evals, with a nan where the run stood still: no line may bridge that.
 
   The run stood still where another process goes on, and where a step came so late that the pause is seen, unless an
@@ -128,12 +128,12 @@ def broken(run: Run, rows: np.ndarray, xs: np.ndarray, ys: np.ndarray, shorten: 
   return np.concatenate([piece[0] for piece in pieces])[:-1], np.concatenate([piece[1] for piece in pieces])[:-1]
 
 
-def slices_per_step(run: Run) -> Curve:
+def slices_per_step(run: RunHistory) -> Curve:
   """Slices that each step of the history was trained on, for step(where="pre"), without points that change nothing."""
   return _corners(run.steps["step"], run.steps["slices"])
 
 
-def slices_alive(run: Run) -> list[Curve]:
+def slices_alive(run: RunHistory) -> list[Curve]:
   """(wall times, slices alive), for step(where="post"): one curve per process.
 
   The number falls when a slice is lost, not when the first step without it is done, and rises when one returns.
@@ -168,7 +168,7 @@ def moment(event: dict) -> float:
   return event["wall"] - float(late or 0.0)
 
 
-def speed(run: Run) -> Curve:
+def speed(run: RunHistory) -> Curve:
   """(wall times, tokens per second), level for as long as a step or group of steps took, nan where there was none."""
   steps, rates = run.steps, run.tokens_per_second()
   group = -(-len(steps) // MAX_POINTS)

@@ -16,7 +16,7 @@ from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
@@ -163,7 +163,8 @@ class Attempt:
   def _commit_last(self, step: int, state: TrainState, loss: float | None) -> None:
     """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
     self.tiers.wait()
-    self.driver.finish(lambda: self.save_in_storage(step, state, loss))
+    if self.driver.must_save():
+      self.save_in_storage(step, state, loss)
 
   def completed(self, step: int, state: TrainState) -> None:
     """Plug-ins use the state of the last step."""

@@ -8,7 +8,6 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 
 import jax
 
-from trainer.elastic.attempt import Outcome
 from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
 from trainer.process.signals import StopRequested
@@ -90,12 +89,13 @@ class Driver(Protocol):
   def leaves(self) -> bool:
     """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
 
-  def finish(self, save: Callable[[], object]) -> None:
-    """The last save of this process is committed. Calls save() if another process was to save, and is lost."""
+  def must_save(self) -> bool:
+    """The last save of this process is committed. Returns whether it must also save in storage: another process was to
+    do that, and is lost. Waits until this is known."""
 
-  def end_without_coordination(self, save: Callable[[int, TrainState], object]) -> Outcome:
-    """Ends the attempt after one of `coordination_errors`: save(step, state) of the last state, so that a restart of
-    the whole run loses nothing."""
+  def last_state(self) -> tuple[int, TrainState | None]:
+    """The attempt ends after one of `coordination_errors`. Returns the completed steps, and the last state if this
+    process must save it, so that a restart of the whole run loses nothing."""
 
   def close(self) -> None:
     """Ends the threads that prepare the next steps."""

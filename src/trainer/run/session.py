@@ -25,7 +25,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
 from trainer.elastic import flips
-from trainer.elastic.program_cache import ProgramCache, Topology
+from trainer.elastic.program_cache import CachedProgram, ProgramCache
 from trainer.observe import environment, files, lock
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
@@ -337,7 +337,7 @@ def _program_cache(
   build = functools.partial(program.of_view, config, own=full_program.own)
   compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
   programs = ProgramCache(build, compile_step, events, log, stack.enter_context(CompileCounter()))
-  programs.topologies[cluster.view(cluster.slices).slices] = Topology(full_program)
+  programs.topologies[cluster.view(cluster.slices).slices] = CachedProgram(full_program)
   return programs
 
 

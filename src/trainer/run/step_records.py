@@ -12,8 +12,7 @@ from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.arrays.fingerprint import Started
 from trainer.config import counts
 from trainer.config.schema import Config
-from trainer.elastic.attempt import ElasticRun
-from trainer.models import experts
+from trainer.elastic.elastic_run import ElasticRun
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.program import step as step_lib
@@ -76,27 +75,24 @@ class StepRecords:
     seconds, self._last = now - self._last, now
     alive = self._driver.alive
     rates = self._throughput.rates(seconds, alive * self._session.cluster.devices_per_slice)
-    self.skipped = skipped = int(values["skipped"])
+    self.skipped = skipped = int(values.pop("skipped"))
+    if not self._has_z_loss:
+      del values["z_loss"]
     record = StepRecord(
       step=step,
       seconds=seconds,
-      loss=values["loss"],
-      grad_norm=values["grad_norm"],
-      lr=values["lr"],
       tokens=self._session.data.tokens(step),
       slices=alive,
-      weights=values["weight"],
       data_wait=data_wait,
       tflops_per_device=rates.tflops_per_device,
       tokens_per_second_per_device=rates.tokens_per_second_per_device,
       mfu=rates.mfu,
       eta=self._throughput.eta(step, seconds),
       skipped=skipped > 0,
-      z_loss=values["z_loss"] if self._has_z_loss else None,
-      **{name: values.get(name) for name in experts.METRICS},
       examples=self._session.data.train.examples_by_source(step) or None,
       slice_seconds=slice_seconds,
       proof=proof,
+      **values,
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)

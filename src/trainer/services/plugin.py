@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.config.schema import ObserveSection
 from trainer.observe.log import Log
-from trainer.observe.metrics import Recorder, flat_scores, read_metrics
+from trainer.observe.metrics import Recorder, StepRecord, flat_scores, read_metrics
 from trainer.run.plugins import Opened, Plugin
-from trainer.services.background import BackgroundWriter, Scalars
+from trainer.services.background_writer import BackgroundWriter, Scalars
 from trainer.services.goodput_recording import GoodputRecording
 from trainer.services.objects import MetricsObjects
 from trainer.services.service import EachStepOnce, Service, ServiceRun
@@ -20,8 +21,8 @@ from trainer.services.trackio_runs import TrackioRun
 from trainer.services.wandb_runs import WandbRun
 from trainer.services.webhook import Webhook
 
-# Field of the record of a step -> name of the scalar in TensorBoard and in the services
-_SCALARS = {
+# Field of the record of a step -> name of the scalar in TensorBoard and in the services. Other numbers: learning/FIELD.
+_TAGS = {
   "loss": "learning/loss",
   "z_loss": "learning/z_loss",
   "grad_norm": "learning/grad_norm",
@@ -38,6 +39,12 @@ _SCALARS = {
   "router_entropy": "router/entropy",
   "eta": "perf/eta_seconds",
   "slices": "elastic/slices",
+}
+_NO_NUMBERS = {"step", "skipped", "examples", "slice_seconds", "proof"}
+_SCALARS = _TAGS | {
+  field.name: f"learning/{field.name}"
+  for field in dataclasses.fields(StepRecord)
+  if field.name not in _TAGS.keys() | _NO_NUMBERS
 }
 
 

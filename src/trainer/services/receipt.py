@@ -160,7 +160,7 @@ def raw_hex(key: Any) -> str:
   return key.public_bytes_raw().hex()
 
 
-class Receipt(Plugin):
+class ReceiptWriter(Plugin):
   """receipt_state_period, receipt_key_path."""
 
   def __init__(self, config: Config, data: RunData) -> None:

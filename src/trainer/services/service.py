@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from trainer.services.background import Scalars
+from trainer.services.background_writer import Scalars
 
 EVALUATED = "evaluation/step"  # the step of which the evaluation in the same row is
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from trainer.services.background import Scalars
+from trainer.services.background_writer import Scalars
 
 _FLUSH_SECONDS = 10.0  # between flushes: on an object store each one uploads the whole file
 

@@ -17,7 +17,7 @@ from typing import Any
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.log import Log
-from trainer.services.background import THREAD
+from trainer.services.background_writer import THREAD
 
 MOST_WAITING = 1000  # events; those that follow are dropped
 END_SECONDS = 5.0  # for the last events, at the end of a process

@@ -31,7 +31,7 @@ _AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SavedEntry:
   """A line of the table. wall: epoch seconds when it was written."""
 
   name: str
@@ -73,7 +73,7 @@ def describe(run: str, *, verify: bool = False) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[Row]:
+def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[SavedEntry]:
   written = folders.is_being_written()  # asked before: a save that ends meanwhile is shown as committed
   unfinished = {
     True: "a process writes now",
@@ -89,7 +89,7 @@ def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[Row]:
         state = why
       marker = path / COMMIT
       size = _manifest_size(path) if not why else _size_of(path)
-      yield Row(path.name, size, _written(marker if marker.exists() else path), "checkpoint", state)
+      yield SavedEntry(path.name, size, _written(marker if marker.exists() else path), "checkpoint", state)
 
 
 def _verified(folders: StepFolders, step: int) -> str:
@@ -100,20 +100,20 @@ def _verified(folders: StepFolders, step: int) -> str:
   return ", all files are as they were written"
 
 
-def _rejected(folders: StepFolders) -> Iterator[Row]:
+def _rejected(folders: StepFolders) -> Iterator[SavedEntry]:
   for path, reason in folders.rejected().items():
-    yield Row(path.name, _size_of(path), _written(path), "rejected", reason)
+    yield SavedEntry(path.name, _size_of(path), _written(path), "rejected", reason)
 
 
-def _exports(folder: Any) -> Iterator[Row]:
+def _exports(folder: Any) -> Iterator[SavedEntry]:
   if (folder / "hf").is_dir():
     for path in sorted((folder / "hf").iterdir(), key=lambda path: step_number(path.name)):
       if path.is_dir():
         state = "complete" if (path / _EXPORTED).exists() else "not finished"
-        yield Row(path.name, _size_of(path), _written(path), "export", state)
+        yield SavedEntry(path.name, _size_of(path), _written(path), "export", state)
 
 
-def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
+def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[SavedEntry]:
   """The copies of this run on this host, by step, and all copies of each earlier run in this folder."""
   configs = [event["config"] for event in events if isinstance(event.get("config"), dict)]
   config: dict[str, Any] = configs[-1] if configs else {}
@@ -131,7 +131,7 @@ def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
       slices = sorted({int(match[2]) for match in map(ENTRY.fullmatch, (part.name for part in parts)) if match})
       state = f"slices {', '.join(map(str, slices))} in {path}" if step else f"of an earlier run in {path}"
       stats = [part.stat() for part in parts]
-      yield Row(step or "-", sum(x.st_size for x in stats), max(x.st_mtime for x in stats), "local copy", state)
+      yield SavedEntry(step or "-", sum(x.st_size for x in stats), max(x.st_mtime for x in stats), "local copy", state)
 
 
 def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -149,7 +149,7 @@ def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
   yield f"last record: {_age(last['wall'])} ago{at}, by process {last.get('process')} on host {host}; {ended}"
 
 
-def _table(rows: Sequence[Row]) -> Iterator[str]:
+def _table(rows: Sequence[SavedEntry]) -> Iterator[str]:
   """The rows as lines, in columns."""
   cells = [("STEP", "SIZE", "AGE", "KIND", "STATE")]
   cells += [(row.name, _size(row.size), _age(row.wall), row.kind, " ".join(row.state.split())) for row in rows]

@@ -29,10 +29,10 @@ def checkpoint_bytes(config: Config) -> int:
 
 
 def state_bytes(config: Config) -> int:
-  """The least bytes of weights and optimizer state: without second moments, except AdamW's."""
+  """The least bytes of weights and optimizer state: only first moments, and AdamW's second ones."""
   weight = _BYTES[config.model.weight_dtype]
   moment = _BYTES[config.optimizer.mu_dtype or config.model.weight_dtype]
-  moments = {"adamw": moment + 4, "muon": moment, "sgd": moment, "adafactor": 0}[config.optimizer.opt_type]
+  moments = {"adamw": moment + 4, "muon": moment, "sgd": moment}.get(config.optimizer.opt_type, 0)
   return counts.parameter_count(config.model) * (weight + moments)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from trainer.drivers.rounds import Own, Share
+from trainer.drivers.rounds import Contribution, Share
 from trainer.program.checks import Checks, Digests
 from worlds.membership.witness import Drawn, draw
 from worlds.peers import Peers
@@ -14,14 +14,16 @@ from worlds.peers import Peers
 class ComparedShare:
   """The share of one step that is compared. Implements rounds.Compared."""
 
-  def __init__(self, peers: Peers, checks: Checks, seed: int, check: int, compute: Callable[[Share], Own]) -> None:
+  def __init__(
+    self, peers: Peers, checks: Checks, seed: int, check: int, compute: Callable[[Share], Contribution]
+  ) -> None:
     """check: number of this comparison in the run. compute: see `Rounds.agree`."""
     self._peers, self._checks, self._seed, self._check, self._compute = peers, checks, seed, check, compute
     self._digests: Digests | None = None  # of the share, if this member has computed it
     self._since = 0  # see the message `check`
     self._members: Collection[int] = ()  # that compute the share in this epoch
 
-  def compute(self, share: Share) -> Own:
+  def compute(self, share: Share) -> Contribution:
     """The sums of a share of this member. Keeps their digests if the share is compared."""
     own = self._compute(share)
     if share == self._drawn().share:

@@ -43,3 +43,11 @@ def test_an_error_without_devices_is_that_there_are_none(monkeypatch, capsys):
   monkeypatch.setattr(host_devices, "find", find)
   assert exit_code(work) == 2
   assert capsys.readouterr().err == "error: no devices\n"
+
+
+def test_a_reader_that_has_gone_ends_a_tool_without_a_message():
+  """As `| head` does."""
+  command, pipe = [sys.executable, "-m", "trainer.tools.checkpoints", "--help"], subprocess.PIPE
+  with subprocess.Popen(command, env=cpu_environment({}), cwd=ROOT, stdout=pipe, stderr=pipe) as tool:
+    tool.stdout.close()
+    assert (tool.wait(120), tool.stderr.read()) == (141, b"")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
+from collections.abc import Callable
+from typing import NoReturn
 
 
 class _Stream(io.TextIOWrapper):
   """Text on a file descriptor. Its first error (a closed pipe, a full disk, a lost terminal) points it to /dev/null."""
+
+  ends = False  # whether a closed pipe ends the process, as it ends other commands
 
   def write(self, text: str) -> int:
     try:
@@ -30,6 +35,8 @@ class _Stream(io.TextIOWrapper):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, self.fileno())  # also for text that is still in the buffer, for libraries, and for child processes
     os.close(null)
+    if self.ends and isinstance(error, BrokenPipeError):
+      raise SystemExit(128 + signal.SIGPIPE)  # what a shell shows for a command that SIGPIPE has killed
     if self is sys.stdout and not isinstance(error, BrokenPipeError):  # `| head` closes the pipe on purpose
       print(f"warning: stdout is lost: {error}. This process prints nothing there any more.", file=sys.stderr)
 
@@ -51,3 +58,14 @@ def protect() -> None:
         stream.reconfigure(errors="backslashreplace")
         continue
       setattr(sys, name, _Stream(file, stream.encoding, "backslashreplace", line_buffering=True))
+
+
+def command(main: Callable[[], int | None]) -> NoReturn:
+  """Runs `main`, all of a command that only prints, and ends the process with its exit code: at once and without a
+  message if the reader of stdout has gone (`| head`)."""
+  protect()
+  if isinstance(sys.stdout, _Stream):
+    sys.stdout.ends = True
+  code = main()
+  sys.stdout.flush()
+  sys.exit(code)

@@ -9,10 +9,10 @@ a short prompt.
 from __future__ import annotations
 
 import argparse
-import sys
 
 import trainer
 from trainer import cluster
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -32,4 +32,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

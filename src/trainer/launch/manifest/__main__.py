@@ -22,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.config.errors import require
 from trainer.launch.manifest import checks, commands, contents, objects, options
 from trainer.launch.manifest.plan import resolve
+from trainer.observe import screen
 
 _RENDERERS = {
   "gcluster": commands.gcluster,
@@ -55,4 +56,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

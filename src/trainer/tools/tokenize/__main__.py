@@ -32,6 +32,7 @@ import sys
 
 from input_pipeline.workers import WorkerLost, cores
 from trainer.config import ConfigError, load
+from trainer.observe import screen
 from trainer.tools.tokenize import on_ray, run
 
 
@@ -95,4 +96,4 @@ def _megabytes(text: str) -> float:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

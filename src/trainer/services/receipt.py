@@ -76,7 +76,7 @@ def check(lines: Iterable[bytes], key: Any = None) -> tuple[list[Line], list[str
     if wrong:
       return good, [f"{FILE}, line {number}: {wrong}"]
     good.append(line)
-    prev, step = line["hash"], line.get("step", line.get("after"))
+    prev, step = line["hash"], line["step" if "step" in line else "after"]
   return good, []
 
 

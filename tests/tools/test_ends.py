@@ -45,9 +45,12 @@ def test_an_error_without_devices_is_that_there_are_none(monkeypatch, capsys):
   assert capsys.readouterr().err == "error: no devices\n"
 
 
-def test_a_reader_that_has_gone_ends_a_tool_without_a_message():
-  """As `| head` does."""
+def test_a_tool_whose_output_is_lost_ends_as_other_commands_do():
   command, pipe = [sys.executable, "-m", "trainer.tools.checkpoints", "--help"], subprocess.PIPE
-  with subprocess.Popen(command, env=cpu_environment({}), cwd=ROOT, stdout=pipe, stderr=pipe) as tool:
-    tool.stdout.close()
-    assert (tool.wait(120), tool.stderr.read()) == (141, b"")
+  options = {"env": cpu_environment({}), "cwd": ROOT, "stderr": pipe, "text": True}
+  with subprocess.Popen(command, stdout=pipe, **options) as tool:
+    tool.stdout.close()  # as `| head` does
+    assert (tool.wait(120), tool.stderr.read()) == (141, "")
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(command, stdout=full, timeout=120, **options)
+  assert done.returncode == 1 and done.stderr == "error: stdout: [Errno 28] No space left on device\n"

@@ -14,7 +14,7 @@ from typing import NoReturn
 class _Stream(io.TextIOWrapper):
   """Text on a file descriptor. Its first error (a closed pipe, a full disk, a lost terminal) points it to /dev/null."""
 
-  ends = False  # whether a closed pipe ends the process, as it ends other commands
+  ends = False  # whether the error ends the process, as it ends other commands
 
   def write(self, text: str) -> int:
     try:
@@ -35,8 +35,8 @@ class _Stream(io.TextIOWrapper):
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, self.fileno())  # also for text that is still in the buffer, for libraries, and for child processes
     os.close(null)
-    if self.ends and isinstance(error, BrokenPipeError):
-      raise SystemExit(128 + signal.SIGPIPE)  # what a shell shows for a command that SIGPIPE has killed
+    if self.ends:  # as a shell shows a command that SIGPIPE has killed; or with a message and 1
+      raise SystemExit(128 + signal.SIGPIPE if isinstance(error, BrokenPipeError) else f"error: stdout: {error}")
     if self is sys.stdout and not isinstance(error, BrokenPipeError):  # `| head` closes the pipe on purpose
       print(f"warning: stdout is lost: {error}. This process prints nothing there any more.", file=sys.stderr)
 
@@ -61,8 +61,8 @@ def protect() -> None:
 
 
 def command(main: Callable[[], int | None]) -> NoReturn:
-  """Runs `main`, all of a command that only prints, and ends the process with its exit code: at once and without a
-  message if the reader of stdout has gone (`| head`)."""
+  """Runs `main`, all of a command that prints its result, and ends the process with its exit code. If the reader of
+  stdout has gone (`| head`), the process ends at once and without a message."""
   protect()
   if isinstance(sys.stdout, _Stream):
     sys.stdout.ends = True

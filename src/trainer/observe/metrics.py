@@ -91,7 +91,8 @@ class Evaluation:
 
 
 class Recorder(Protocol):
-  """Gets the records of metrics.jsonl too. No call may raise an error, or wait, except as it says."""
+  """Gets the records of metrics.jsonl too, one call at a time, perhaps from another thread. No call may raise an error,
+  or wait, except as it says."""
 
   def write(self, fields: dict[str, Any], line: str) -> None:
     """fields: of the record of a completed step, which has a loss, or of an evaluation; line: the same as JSON, without

@@ -81,7 +81,7 @@ def check(lines: Iterable[bytes], key: Any = None) -> tuple[list[Line], list[str
 
 
 def _line(raw: bytes, prev: str, step: int) -> tuple[Line, str]:
-  """(a line, why it does not follow the one with the hash `prev` and the step `step`; "": it does). -1: no line."""
+  """(the line, ""), or ({}, why it does not follow the line with the hash `prev` and the step `step`; -1: no line)."""
   try:
     line = json.loads(raw)
     stated, signature = line["hash"], line.get("signature", "")

@@ -285,7 +285,8 @@ def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> 
     if record["steps_lost"] != 0:
       broken.append(f"{record['steps_lost']} steps lost by {record['event']} of slices {record['slice']}")
   if left := files_left(run, undisturbed):
-    broken.append(f"these files are left: {left}")
+    moved = [line for line in run.printed.splitlines() if "Moved checkpoint" in line]
+    broken.append(f"these files are left: {left} {moved or ''}")
   lines, wrong = receipt.check(receipt.read(str(run.directory)))
   if (attested := [line["step"] for line in lines if "step" in line]) != list(range(1, STEPS + 1)):
     broken.append(f"the receipt has not each step once: {wrong or attested}")

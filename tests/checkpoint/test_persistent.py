@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import json
 import os
@@ -366,6 +368,30 @@ def test_only_the_primary_deletes_what_retention_left_half_deleted(tmp_path):
   assert half.exists()
   assert Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld()).unfinished() == {}
   assert not half.exists()
+
+
+def test_a_deletion_that_is_killed_anywhere_is_completed(tmp_path, monkeypatch):
+  """A real kill found it: the mark of the deletion went first, and the rest was kept as a damaged checkpoint."""
+  for calls in range(100):
+    root = tmp_path / str(calls)
+    for name in ("state/d/part", "state/manifest", "meta.json", "manifest.json", "commit_success.txt"):
+      (root / "20" / name).parent.mkdir(parents=True, exist_ok=True)
+      (root / "20" / name).write_text("content")
+    counter = itertools.count()
+
+    def until_killed(call, *args, calls=calls, counter=counter, **options):
+      if next(counter) >= calls:
+        raise KeyboardInterrupt
+      return call(*args, **options)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+      for name in ("unlink", "remove", "rmdir"):
+        patch.setattr(os, name, functools.partial(until_killed, getattr(os, name)))
+      assert Persistent(str(root), toy_state.config(), world=SingleWorld())._delete("20")
+      break  # nothing was left to kill
+    after = Persistent(str(root), toy_state.config(), world=SingleWorld())
+    assert after.steps() == [] and after.unfinished() == {} and os.listdir(root) == []
+  assert 5 < calls < 99
 
 
 class OneOfTwo:

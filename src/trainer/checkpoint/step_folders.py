@@ -132,9 +132,9 @@ class StepFolders:
     found = {}
     for path in self._folders():
       step, temporary, _ = path.name.partition(UNFINISHED)
-      if (path / DELETED).exists():
+      if _half_deleted(path):
         try:
-          path.rmtree()
+          _rmtree(path)
         except OSError as error:
           self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
       elif STEP.fullmatch(step) and not self._committed(path.name):
@@ -164,7 +164,7 @@ class StepFolders:
     step, temporary, _ = path.name.partition(UNFINISHED)
     if not STEP.fullmatch(step):
       return ""
-    if (path / DELETED).exists():
+    if _half_deleted(path):
       return "its deletion did not finish"
     at_once = "://" in str(path) and not (path / COMMIT).exists() and not (path / MANIFEST).exists()
     return "its save did not finish" if temporary or at_once else ""
@@ -186,7 +186,7 @@ class StepFolders:
       if "://" not in str(path) and (os.path.islink(path) or not os.path.isdir(path)):
         os.unlink(path)
       else:
-        path.rmtree()
+        _rmtree(path)
     except OSError as error:
       self._log(f"{path} cannot be removed: {error}. Delete it.")
       return False
@@ -248,7 +248,7 @@ class StepFolders:
       return False
     (path / DELETED).write_text("being deleted by retention\n")
     (path / COMMIT).unlink(missing_ok=True)
-    path.rmtree()
+    _rmtree(path)
     return True
 
   def set_aside(self, rejected: Mapping[str, str]) -> None:
@@ -329,6 +329,25 @@ def _number(name: str) -> int:
   """The step in the name of a folder; -1: none."""
   digits = re.match("[0-9]+", name)
   return int(digits[0]) if digits else -1
+
+
+def _half_deleted(path: Any) -> bool:
+  """Whether a process was killed while it deleted this folder: the mark is there, or nothing is left of a step."""
+  if (path / DELETED).exists():
+    return True
+  if "://" in str(path) or not STEP.fullmatch(path.name) or not path.is_dir():
+    return False
+  with contextlib.suppress(PermissionError):  # of another user
+    return not any(path.iterdir())
+  return False
+
+
+def _rmtree(path: Any) -> None:
+  """Removes a folder, with the mark of its deletion last: what a kill leaves is half deleted, and not damaged."""
+  for child in path.iterdir():
+    if child.name != DELETED:
+      child.rmtree() if child.is_dir() and not os.path.islink(child) else child.unlink()
+  path.rmtree()
 
 
 def _move(source: Any, target: Any) -> None:

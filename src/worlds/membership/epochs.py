@@ -222,8 +222,8 @@ class Epochs:
     found = self._members.get(member)
     if found is None or self.code is not None:
       return []
-    found.where, self.witness.numerics = where, self.witness.numerics or numerics
-    if numerics == self.witness.numerics:
+    found.where = where
+    if self.witness.is_alike(numerics):
       return []
     reason = (
       f"witness_period: slice {member} does not compute the bits of the others: it has {numerics}, and they have "

@@ -73,6 +73,11 @@ class Witness:
   agreed: dict[int, str] = dataclasses.field(default_factory=dict)
   numerics: str = ""  # what the bits of the members' sums depend on; "": not known yet
 
+  def is_alike(self, numerics: str) -> bool:
+    """Whether a member with these numerics computes the bits of the others. The first member sets them."""
+    self.numerics = self.numerics or numerics
+    return numerics == self.numerics
+
   def computed(self, member: int, sums: Sums) -> None:
     """`member` has computed the share."""
     self.sums[member] = sums

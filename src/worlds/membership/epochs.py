@@ -255,10 +255,11 @@ class Epochs:
       self.primary = min(self.live - set(found.members))  # it records the alarm
     told = message("alarm", outcome=found.kind, round=self._round, primary=self.primary, **fields)
     line = alarm_line(told)
-    effects: Effects = [Note(line), *(Send(member, told) for member in sorted(self.active))]
+    effects: Effects = [Send(member, told) for member in sorted(self.active)]
     if found.kind == "undecided":
-      effects += self.end(FAILED, line)
-    elif found.kind == "removed":
+      return effects + self.end(FAILED, line), False
+    effects.append(Note(line))
+    if found.kind == "removed":
       self.failures.bar(found.members, line)
       effects += [Kill(member, f"it has computed wrong sums of {self._round!r}", 0.0) for member in found.members]
     return effects, found.kind == "transient"

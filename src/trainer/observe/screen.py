@@ -14,7 +14,7 @@ from typing import NoReturn
 class _Stream(io.TextIOWrapper):
   """Text on a file descriptor. Its first error (a closed pipe, a full disk, a lost terminal) points it to /dev/null."""
 
-  def __init__(self, file: io.BufferedWriter, encoding: str, *, ends: bool) -> None:
+  def __init__(self, file: io.BufferedWriter[io.FileIO], encoding: str, *, ends: bool) -> None:
     """ends: whether this error ends the process, as it ends other commands."""
     super().__init__(file, encoding, "backslashreplace", line_buffering=True)
     self._ends = ends

@@ -205,9 +205,12 @@ def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
       continue
     exact, states = exact + 1, states + ("state" in line)
     if found := _difference(who, step, line, here):
-      later = (s for s in range(step, max(again.lines) + 1) if "state" not in line and "state" in lines.get(s, {}))
-      if (s := next(later, None)) is not None:
-        found.append(f"  the state of step {s}: first in {_different(lines[s]['state'], again.lines[s]['state'])}")
+      recorded = [later for later in again.lines if later > step and "state" in lines[later]]
+      if "state" not in line and recorded:
+        states_of = [one[min(recorded)]["state"] for one in (lines, again.lines)]
+        found += [
+          f"  the state of step {min(recorded)}: first in {where}" for where in [_different(*states_of)] if where
+        ]
       return found
   if exact:
     print(

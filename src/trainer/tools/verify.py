@@ -205,13 +205,7 @@ def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
       continue
     exact, states = exact + 1, states + ("state" in line)
     if found := _difference(who, step, line, here):
-      recorded = [later for later in again.lines if later > step and "state" in lines[later]]
-      if "state" not in line and recorded:
-        states_of = [one[min(recorded)]["state"] for one in (lines, again.lines)]
-        found += [
-          f"  the state of step {min(recorded)}: first in {where}" for where in [_different(*states_of)] if where
-        ]
-      return found
+      return found + _state_after(lines, again, step)
   if exact:
     print(
       f"Replay: {exact} steps have the same bits: examples, loss, gradient norm, and the state at {states} of them."
@@ -223,6 +217,13 @@ def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
       f"{largest:.2g}. Equal bits are not promised: {why}."
     )
   return []
+
+
+def _state_after(lines: Mapping[int, Line], again: Replay, step: int) -> list[str]:
+  """Which array differs first in the next recorded state, if `step` has none; []: no array."""
+  recorded = min((s for s in again.lines if s >= step and "state" in lines[s]), default=step)
+  where = _different(lines[recorded]["state"], again.lines[recorded]["state"]) if recorded > step else ""
+  return [f"  the state of step {recorded}: first in {where}"] if where else []
 
 
 def _gap(a: str, b: str) -> float:

@@ -268,7 +268,7 @@ def check(run: ProcessRun, undisturbed: ProcessRun, faults: Sequence[Fault]) -> 
   broken = [f"{failure!r} was printed" for failure in FAILURES if failure in run.printed]
   # Two kills may hit the only two members that have the state. The protocol's model tests that nothing else leads here.
   restarted = any(fault.kind in ("all", "supervisor") for fault in faults) or run.count("checkpoint_restored") > 0
-  restarted = restarted or "with the state is lost" in run.printed
+  restarted = restarted or sum(event["tier"] == "none" for event in run.events("restore")) > 1
   steps = run.steps()
   if sorted(set(steps)) != list(range(1, STEPS + 1)):
     broken.append(f"steps {sorted(set(range(1, STEPS + 1)) - set(steps))} are not recorded")

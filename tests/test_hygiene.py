@@ -114,15 +114,6 @@ def test_no_block_of_code_stands_twice():
   assert repetitions({str(path.relative_to(ROOT)): path.read_text() for path in sources()}) == []
 
 
-def test_the_checks_see_a_long_function_and_a_repetition():
-  body = [f"  x{i} = {i}" for i in range(LONGEST_FUNCTION)]
-  assert long_functions("a.py", "\n".join(["def f():", *body])) == {"a.py: f"}
-  assert long_functions("a.py", "\n".join(["def f():", *body[1:]])) == set()
-  block = "\n".join(body[:SHORTEST_REPETITION])
-  assert repetitions({"a.py": block, "b.py": f"if y:\n\n{block.replace('=', ' =')}"}) == [["a.py:1", "b.py:3"]]
-  assert repetitions({"a.py": block, "b.py": "\n".join(body[1:SHORTEST_REPETITION])}) == []
-
-
 # ---- the lock
 
 LOCK = (ROOT / "requirements.lock").read_text()

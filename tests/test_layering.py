@@ -96,21 +96,6 @@ def test_imports_point_down():
   assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize(
-  "importer, text, complaint",
-  [
-    ("trainer.elastic.retry", "from trainer import train", "train is above elastic"),
-    ("trainer.elastic.retry", "def f():\n  from trainer.kernels import remat", "kernels is beside elastic"),
-    ("trainer.config.load", "import trainer.observe.log", "observe is above config"),
-  ],
-)
-def test_the_check_sees_upward_and_sideways_imports(importer, text, complaint):
-  known = modules()
-  assert importer in known
-  (line,) = violations(importer, imports(ast.parse(text), known))
-  assert line.endswith(complaint)
-
-
 def test_without_the_programs_around_it_the_core_trains_and_saves(tmp_path):
   """The first day of a fork."""
   around = set().union(*WORKSHOP) - {"defaults", "__main__", "library"}

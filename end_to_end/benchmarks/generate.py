@@ -24,9 +24,10 @@ import transformers
 from end_to_end.benchmarks.common import positive, positives
 from tests.support import hf_folders
 
+from input_pipeline.tokenizer import ByteTokenizer
 from trainer.models import generation
 from trainer.weights import sources
-from trainer.weights.model import Model, on_device
+from trainer.weights.model import Model
 
 SAMPLING = generation.Sampling(temperature=0)
 MODELS = {
@@ -67,11 +68,11 @@ def _load(name: str, folder: Path, dtype: str) -> tuple[Model, Any]:
   hf_folders.write_folder(folder, cfg, dtype, shards=1)
   source = sources.open_source(str(folder))
   cfg = source.model.model_copy(update={"dtype": dtype, "scan_layers": False})
-  functions, params = on_device(cfg, source.load, jax.devices()[0])
+  ours = Model.on_one_device(cfg, source.load, ByteTokenizer(), str(folder), jax.devices()[0], source.longest)
   theirs = transformers.AutoModelForCausalLM.from_pretrained(
     folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
   )
-  return Model(functions, params, None, frozenset()), theirs.eval()  # type: ignore[arg-type]
+  return ours, theirs.eval()
 
 
 def _compare(

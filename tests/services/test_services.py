@@ -20,6 +20,7 @@ import pytest
 from trainer.config import ConfigError
 from trainer.config import paths as config_paths
 from trainer.config.load import load
+from trainer.config.schema import ObserveSection
 from trainer.observe import events, metrics
 from trainer.services import background, objects, plugin, service, wandb_runs
 from trainer.services.wandb_runs import WandbRun
@@ -133,11 +134,16 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
   release.set()
 
 
+def recorders_of_objects(said) -> list:
+  cfg = ObserveSection(services="gcs_metrics")
+  return list(plugin.recorders("gs://b", cfg, "process", said, service.ServiceRun()))
+
+
 def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
   monkeypatch.setattr(background, "LONGEST_WAIT_SECONDS", 0.2)
   said, release = Said(), threading.Event()
   monkeypatch.setattr(objects, "_put_object", lambda *args: release.wait())
-  out = objects.MetricsObjects("gs://b/run/metrics", 1, said)
+  (out,) = recorders_of_objects(said)
   for step in (1, 2):
     out.write({"step": step, "loss": 1.0}, "{}")
   out.close(None)
@@ -156,7 +162,7 @@ def test_a_metrics_object_that_cannot_be_written_does_not_stop_the_next_ones(mon
     written.append(text)
 
   monkeypatch.setattr(objects, "_put_object", put)
-  out = objects.MetricsObjects("gs://b/metrics", 1, said)
+  (out,) = recorders_of_objects(said)
   for step in (1, 2, 3):
     out.write({"step": step, "loss": 1.0}, str(step))
   out.close(None)

@@ -276,10 +276,10 @@ def test_the_progress_ends_with_a_line_unless_the_work_has_failed(capsys):
 @pytest.mark.parametrize(
   ("option", "rule"),
   [
-    ("--processes=two", "two is not a whole number of at least 1"),
-    ("--processes=0", "0 is not a whole number of at least 1"),
-    ("--part-megabytes=x", "x is not a number from 0.000001 to 1000000"),
-    ("--part-megabytes=nan", "nan is not a number from 0.000001 to 1000000"),
+    ("--processes=two", "two must be a whole number of at least 1"),
+    ("--processes=0", "0 must be a whole number of at least 1"),
+    ("--part-megabytes=x", "x must be a number of at least 1e-06"),
+    ("--part-megabytes=nan", "nan must be a number of at least 1e-06"),
   ],
 )
 def test_wrong_numbers_are_refused_with_the_rule(option, rule, capsys):

@@ -60,7 +60,7 @@ def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_dev
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
-  """The log lines of `generate.sample`."""
+  """The log lines of the plug-in."""
   said: list[str] = []
   run = types.SimpleNamespace(
     config=config(),
@@ -72,7 +72,9 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
   )
   prog = types.SimpleNamespace(model=None, mesh=types.SimpleNamespace(devices=np.array(jax.devices()[:1])))
-  generate.sample(run, Completed(7, {}, prog, lambda work, name: work()))
+  plugin = generate.Sample(run.config, run.data)
+  plugin.run = run
+  plugin.completed(Completed(7, {}, prog, lambda work, name: work()))
   return said
 
 

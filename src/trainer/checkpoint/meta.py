@@ -7,8 +7,8 @@ from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
 from trainer.config import answers
-from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY, names
-from trainer.config.schema import FOLLOWING, Config
+from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY
+from trainer.config.schema import FOLLOWING, Config, listed
 
 OPTIMIZER = "optimizer"  # in `identity`: {array: kind} of the state of an optimizer that a program has given
 
@@ -49,7 +49,7 @@ def check_config(
     )
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
-  compared = CHANGES_STATE | {OPTIMIZER} | (ALLOWABLE - set(names(allow_config_change)))
+  compared = CHANGES_STATE | {OPTIMIZER} | (ALLOWABLE - set(listed(allow_config_change)))
   # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
   defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
   before = defaults | saved["config"]

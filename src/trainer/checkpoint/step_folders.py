@@ -154,7 +154,7 @@ class StepFolders:
     process that perhaps still writes it has nothing to lose. known: committed steps."""
     lock, self._writing = self._writing, None
     if lock is not None and lock.entered is None:
-      self._remove_remnants(lambda name: _number(name) < step and name not in map(str, known))
+      self._remove_remnants(lambda name: step_number(name) < step and name not in map(str, known))
 
   def _remnant(self, path: Any) -> str:
     """Returns why a folder is of no use any more, unless a living process is at work there; "" if it is not so.
@@ -178,7 +178,7 @@ class StepFolders:
       return
     removed = [f"{path.name} ({reason})" for path, reason in found.items() if reason and self._remove(path)]
     if removed:
-      self._log(f"Removed {len(removed)} from {self.directory}: {', '.join(sorted(removed, key=_number))}.")
+      self._log(f"Removed {len(removed)} from {self.directory}: {', '.join(sorted(removed, key=step_number))}.")
 
   def _remove(self, path: Any) -> bool:
     """Whether a file or folder is removed; if not, the log says why."""
@@ -198,7 +198,7 @@ class StepFolders:
     for path in self._folders():
       if self._committed(path.name):
         found[path] = ""
-      elif _number(path.name) >= 0 and ".rejected." in path.name:
+      elif step_number(path.name) >= 0 and ".rejected." in path.name:
         found[path] = "it was damaged, and could not be moved away"
       elif STEP.fullmatch(path.name.partition(UNFINISHED)[0]):
         found[path] = self._remnant(path) or f"it has no {COMMIT}"
@@ -257,7 +257,7 @@ class StepFolders:
     The newest REJECTED_KEPT stay there; older ones are deleted. Saves that did not finish are deleted at once, unless
     another process writes now.
     """
-    names = sorted(rejected, key=_number)  # the newest step last, so that it stays
+    names = sorted(rejected, key=step_number)  # the newest step last, so that it stays
     moved = self._on_primary(lambda: self._clean_up(names, rejected))
     for line in moved:
       self._log(line)
@@ -279,7 +279,7 @@ class StepFolders:
       if aside.name.partition(".")[0] == f"{self.directory.name}_rejected" and aside.is_dir():
         names = {path.name: path for path in self._folders(aside)}
         found += [(path, names[f"{name}{_REASON}"]) for name, path in names.items() if f"{name}{_REASON}" in names]
-    found.sort(key=lambda pair: (files.modified(pair[1]), _number(pair[0].name)))
+    found.sort(key=lambda pair: (files.modified(pair[1]), step_number(pair[0].name)))
     return {path: reason.read_bytes().decode(errors="replace").strip() for path, reason in found}
 
   def _delete_old_rejected(self) -> None:
@@ -325,7 +325,7 @@ class StepFolders:
     raise AssertionError("1000 files named checkpoints_rejected")
 
 
-def _number(name: str) -> int:
+def step_number(name: str) -> int:
   """The step in the name of a folder; -1: none."""
   digits = re.match("[0-9]+", name)
   return int(digits[0]) if digits else -1

@@ -99,12 +99,12 @@ def translated(name: str, value: str) -> str:
 def all_answers() -> dict[str, Answer]:
   """Returns {name or pattern: its answer}."""
   found: dict[str, Answer] = {}
-  defaults = tables()["removed"]
   for group in tables()["names"]:
     safe = tuple(group["safe"].split()) if "safe" in group else _OFF
     for names, remedy in group["remedies"].items():
-      for name in names.split():
-        found[name] = Answer(group["what"], remedy, safe, defaults.get(name.replace(".", "_")))
+      for entry in names.split():
+        name, has_default, default = entry.partition("=")
+        found[name] = Answer(group["what"], remedy, safe, default if has_default else None)
   renamed = tables()["renamed"].items()
   return found | {name: Answer("a key of MaxText", f"Set {ours}.", renamed=ours) for name, ours in renamed}
 

@@ -21,14 +21,22 @@ def whole(least: int = -(2**31), most: int = 2**31 - 1) -> Callable[[str], int]:
 
 def real(least: float, most: float) -> Callable[[str], float]:
   """A number from `least` to `most`."""
+  return _number(lambda number: least <= number <= most, f"of at least {least:g} and at most {most:g}")
 
+
+def positive(most: float) -> Callable[[str], float]:
+  """A number above 0 and at most `most`."""
+  return _number(lambda number: 0 < number <= most, f"above 0 and at most {most:g}")
+
+
+def _number(allows: Callable[[float], bool], rule: str) -> Callable[[str], float]:
   def convert(text: str) -> float:
     try:
       number = float(text) if text.isascii() else math.nan
     except ValueError:
       number = math.nan
-    if not least <= number <= most:
-      raise argparse.ArgumentTypeError(f"{text} must be a number of at least {least:g} and at most {most:g}")
+    if not allows(number):
+      raise argparse.ArgumentTypeError(f"{text} must be a number {rule}")
     return number
 
   return convert

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -63,9 +63,7 @@ def check(config: Config, problems: Problems) -> None:
           f"{given}: needs the package {package}, which is not installed.\n{how_to_install(extra)}, or remove the key."
         )
   if data.dataset_type != "synthetic":
-    _check_training_files(data, problems)
-    _check_data(data, problems)
-    _check_eval_sets(config, problems)
+    _check_sources(data, problems)
 
 
 def _check_run(config: Config) -> None:
@@ -97,28 +95,20 @@ def _check_parameters(config: Config) -> None:
     )
 
 
-def _check_training_files(data: DataSection, problems: Problems) -> None:
-  """With dataset_type=grain, files or a mixture are given, and the sources of the mixture can be read."""
-  with problems.collect():
-    for entry in mixture.read(data):
-      _check_part(f"source {entry.name} of the mixture", entry.options, problems)
+def _check_sources(data: DataSection, problems: Problems) -> None:
+  """The data of the run, of each source of its mixture and of each evaluation set can be read."""
   if data.dataset_type == "grain" and not data.grain_train_files and not data.grain_train_mixture_config_path:
     problems.add(["dataset_type=grain: needs files to train on.\nSet grain_train_files."])
-
-
-def _check_eval_sets(config: Config, problems: Problems) -> None:
-  with problems.collect():
-    sets = mixture.read_eval_sets(config.data)
-    for name, section in sets.items():
-      _check_part(f"set {name} of eval_sets", section, problems)
-
-
-def _check_part(name: str, data: DataOptions, problems: Problems) -> None:
-  """As `_check_data`, for keys from a file of several datasets: the messages begin with `name`."""
-  with problems.collect(f"{name}: "):
-    of_data = Problems()
-    _check_data(data, of_data)
-    of_data.raise_any()
+  _check_data(data, problems)
+  sources = lambda: {entry.name: entry.options for entry in mixture.read(data)}
+  sets = lambda: mixture.read_eval_sets(data)
+  for what, read in (("source {} of the mixture: ", sources), ("set {} of eval_sets: ", sets)):
+    with problems.collect():
+      for name, options in read().items():
+        with problems.collect(what.format(name)):
+          of_source = Problems()
+          _check_data(options, of_source)
+          of_source.raise_any()
 
 
 def _check_data(data: DataOptions, problems: Problems) -> None:
@@ -271,19 +261,12 @@ def _check_run_directory(directory: str) -> None:
 
 
 def _writable(folder: Path) -> bool:
-  """Whether a file can be created in `folder`. Tries an unnamed temporary file if the system has such files."""
-  if not os.access(folder, os.W_OK | os.X_OK):
-    return False
-  if not hasattr(os, "O_TMPFILE"):
-    return True
+  """Whether a file can be created in `folder`. Tries a temporary file, without a name where this is possible."""
   try:
-    os.close(os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o600))
-  except OSError as error:
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOSPC, errno.EDQUOT):
-      return False
-    # This file system has no unnamed files. FUSE and NFS store files and have blocks; /proc and /sys have none.
-    return os.statvfs(folder).f_blocks > 0
-  return True
+    with tempfile.TemporaryFile(dir=folder):
+      return True
+  except OSError:
+    return False
 
 
 def _check_tfds(folder: str) -> None:

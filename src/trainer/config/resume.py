@@ -63,8 +63,3 @@ FREE = frozenset({
 
 # The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.
 ALLOWABLE = CHANGES_MODEL | CHANGES_DATA_ORDER | set(JUDGED_BY.values())
-
-
-def names(allow_config_change: str) -> list[str]:
-  """The comma-separated names in a value of the key allow_config_change."""
-  return [name.strip() for name in allow_config_change.split(",") if name.strip()]

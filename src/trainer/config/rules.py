@@ -52,16 +52,24 @@ def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:
   return {data: 1 if replicas == -1 in sizes.values() else replicas} | sizes
 
 
+def axis_sizes(parallelism: ParallelismSection, group: str, total: int) -> dict[str, int]:
+  """{axis of AXES: its size in a group} of sizes that fit, with -1 filled in; with 1 if `total` is 0, not known yet."""
+  sizes = group_sizes(parallelism, group)
+  fill = max(1, total // math.prod(size for size in sizes.values() if size > 0))
+  filled = {key: fill if size == -1 else size for key, size in sizes.items()}
+  by_axis = {axis: filled.get(f"{group}_{axis}_parallelism", 1) for axis in AXES}
+  return by_axis | {"fsdp": by_axis["fsdp"] * filled.get(f"{group}_expert_parallelism", 1)}
+
+
 def of_one_process(elastic: ElasticSection) -> Iterator[str]:
   """Keys of runs that recover inside one process, given where each slice is a process."""
-  for name, reason in (
-    ("snapshot_period", "a slice gets the state from another slice, so no snapshots are taken"),
-    ("elastic_backup_kind", "a slice gets the state from another slice, so no snapshots are taken"),
-  ):
+  for name in ("snapshot_period", "elastic_backup_kind"):
     default = type(elastic).model_fields[name].default
     if (value := getattr(elastic, name)) != default:
-      what = f"{name}={value}: has no effect where each slice is a process: {reason}"
-      yield f"{what}.\nRemove it, or give {name}={default}."
+      yield (
+        f"{name}={value}: has no effect where each slice is a process: a slice gets the state from another slice, so "
+        f"no snapshots are taken.\nRemove it, or give {name}={default}."
+      )
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

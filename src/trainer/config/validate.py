@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import math
 import re
 from collections.abc import Container, Iterator
 
@@ -111,7 +110,7 @@ def _representable(section: Section) -> Iterator[str]:
 def _allow_config_change(allowed: str) -> Iterator[str]:
   """Every name can be allowed. Checked at every start: otherwise a typo would be found days later, at a resume."""
   given = f"allow_config_change={shorten(allowed)}:"
-  for name in resume.names(allowed):
+  for name in listed(allowed):
     if name in resume.CHANGES_STATE:
       yield (
         f"{given} with another {name} the checkpoint's arrays do not fit, so this cannot be allowed.\n"
@@ -280,9 +279,8 @@ def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterS
       f"Use {valid_batch_sizes(devices)}."
     )
     return
-  inner = parallelism.ici_tensor_parallelism, parallelism.ici_context_parallelism
-  sizes = rules.group_sizes(parallelism, "ici")
-  shards = math.prod(sizes.values()) // math.prod(inner) if -1 in inner else devices // math.prod(inner)
+  sizes = rules.axis_sizes(parallelism, "ici", devices)
+  shards = sizes["data"] * sizes["fsdp"]
   if examples % shards:
     yield (
       f"per_device_batch_size={data.per_device_batch_size:g}: the {examples} examples of a slice do not split "
@@ -293,7 +291,8 @@ def _batch(data: DataSection, parallelism: ParallelismSection, cluster: ClusterS
 
 def _shards(config: Config) -> Iterator[str]:
   """The sizes that an axis must split, where the keys alone determine the size of the axis."""
-  ways = {axis: _ways(config.parallelism, config.cluster, axis) for axis in rules.AXES}
+  dcn = rules.axis_sizes(config.parallelism, "dcn", config.cluster.num_slices)
+  ici = rules.axis_sizes(config.parallelism, "ici", config.cluster.devices_per_slice)
   model = config.model
   for axis, name, size in (
     ("tensor", "base_num_query_heads", model.num_query_heads),
@@ -304,17 +303,7 @@ def _shards(config: Config) -> Iterator[str]:
     ("context", "max_target_length", config.data.max_target_length),
   ):
     scaled = model.global_parameter_scale > 1 and name.startswith("base_")
-    yield from rules.splits(name, size, axis, ways[axis], scaled=scaled)
-
-
-def _ways(parallelism: ParallelismSection, cluster: ClusterSection, axis: str) -> int:
-  """Size of a mesh axis; a factor that is filled from an unknown number of devices counts as 1."""
-  ways = 1
-  for group, total in (("dcn", cluster.num_slices), ("ici", cluster.devices_per_slice)):
-    sizes = rules.group_sizes(parallelism, group)
-    size = sizes.get(f"{group}_{axis}_parallelism", 1)
-    ways *= max(1, total // math.prod(s for s in sizes.values() if s > 0)) if size == -1 else size
-  return ways * parallelism.ici_expert_parallelism if axis == "fsdp" else ways
+    yield from rules.splits(name, size, axis, dcn[axis] * ici[axis], scaled=scaled)
 
 
 def _checkpoint(checkpoint: CheckpointSection, observe: ObserveSection) -> Iterator[str]:
@@ -350,12 +339,11 @@ def _elastic(
   if not elastic.elastic_enabled and not elastic.witness_period:
     return
   key, reason = ("elastic_enabled=true", "survive") if elastic.elastic_enabled else ("a witness", "be checked")
-  for name, size in rules.group_sizes(parallelism, "dcn").items():
-    if size != 1 and name != "dcn_data_parallelism":
-      yield (
-        f"{name}={size}: must be 1 with {key}, because a slice must hold the whole state to {reason} alone.\n"
-        f"Use {name}=1 and shard inside the slice with {name.replace('dcn', 'ici')}."
-      )
+  if (size := parallelism.dcn_fsdp_parallelism) != 1:
+    yield (
+      f"dcn_fsdp_parallelism={size}: must be 1 with {key}, because a slice must hold the whole state to {reason} "
+      "alone.\nUse dcn_fsdp_parallelism=1 and shard inside the slice with ici_fsdp_parallelism."
+    )
   if not elastic.elastic_enabled:
     return
   replicas = parallelism.dcn_data_parallelism

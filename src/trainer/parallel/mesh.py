@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -23,13 +22,8 @@ def axis_sizes(cfg: ParallelismSection, group: str, devices: int) -> tuple[int, 
 
   The sizes multiply to `devices` (the number of slices, or of devices per slice). Raises ConfigError if they cannot.
   """
-  sizes = rules.group_sizes(cfg, group)
-  require(rules.group_fits(sizes, group, devices))
-  fill = devices // math.prod(size for size in sizes.values() if size != -1)
-  filled = {name: fill if size == -1 else size for name, size in sizes.items()}
-  data, fsdp, *inside = filled.values()
-  tensor, context, experts = inside or (1, 1, 1)
-  return data, fsdp * experts, tensor, context
+  require(rules.group_fits(rules.group_sizes(cfg, group), group, devices))
+  return tuple(rules.axis_sizes(cfg, group, devices).values())
 
 
 def make(cfg: ParallelismSection, slices: Sequence[Sequence[Device]]) -> Mesh:

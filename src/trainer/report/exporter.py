@@ -5,7 +5,6 @@ Ages are computed at each request. So the ages of a run that is dead grow, while
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import threading
 import time
@@ -133,10 +132,11 @@ class Exporter:
 
     encode, kind = choose_encoder(accept)
     registry = CollectorRegistry()
-    registry.register(_Families(self._collect))
+    registry.register(self)
     return encode(registry), kind
 
-  def _collect(self) -> Iterator[Any]:
+  def collect(self) -> Iterator[Any]:
+    """Yields the metrics, as prometheus_client asks a collector for them."""
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
     families = {
@@ -151,7 +151,7 @@ class Exporter:
           families[metric].add_metric([run], known)
       for tier, age in saved.items():
         ages.add_metric([run, tier], age)
-    return iter([*families.values(), ages])
+    yield from (*families.values(), ages)
 
   def _all(self) -> dict[str, _Numbers]:
     """The numbers of each run. The files of one run, whatever is wrong with them, do not hide another run."""
@@ -169,10 +169,3 @@ class Exporter:
         except (ConfigError, OSError):
           found[name] = {"readable": 0}, {}
       return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _Families:
-  """A collector of prometheus_client."""
-
-  collect: Callable[[], Iterator[Any]]

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from stepcost import chips
+from trainer.config.errors import counted
 from trainer.observe.metrics import format_duration
 from trainer.report.history import Run
 from worlds.membership.messages import failing_line, slow_line
@@ -149,8 +150,9 @@ def _recovers(recovery: dict[str, Any], event: dict[str, Any]) -> bool:
 
 
 def _resize(run: Run, event: dict[str, Any], recovery: dict[str, Any]) -> Incident:
-  lost, after = int(recovery.get("steps_lost") or 0), recovery.get("slices_after")
-  what = f"{_change(event)} Training continued on {_count(after, 'slice')}"
+  lost = int(recovery.get("steps_lost") or 0)
+  after: Any = recovery.get("slices_after")
+  what = f"{_change(event)} Training continued on {counted(after, 'slice')}"
   source = _SOURCES.get(str(recovery.get("tier")))
   what += f", from {source}." if source else "."
   if lost > 0 and recovery.get("step_after") is not None:
@@ -193,7 +195,7 @@ def _restarts(run: Run) -> Iterator[Incident]:
     step = ready.get("step")
     what = "The process was started again" + ("." if step is None else f" and continued after step {step}.")
     if again:
-      what += f" {_count(again, 'step')} done again."
+      what += f" {counted(again, 'step')} done again."
     why = unknown if code is None else _ENDS.get(code, f"The process before it had ended with exit code {code}.")
     yield dataclasses.replace(
       _incident(ready, what, why),
@@ -294,7 +296,3 @@ def _sentence(text: Any) -> str:
   """`text` with a capital letter and a full stop; empty if there is none."""
   words = str(text or "").strip()
   return words and words[0].upper() + words[1:].rstrip(".") + "."
-
-
-def _count(number: Any, one: str) -> str:
-  return f"{number} {one}{'' if number == 1 else 's'}"

@@ -46,12 +46,13 @@ class LivePage:
     self._directories = list(directories)
     self.period, self._clock = period, clock
     self._lock = threading.Lock()
-    self._seen: list[Sequence[object]] = []  # of the files, when the page was made
-    self._state = State(0, "<p>Waiting for the first step.</p>", "", False)
+    self._seen: list[Sequence[object]] | None = None  # of the files, when the page was made; None: make it
+    self._version, self._body = 0, "<p>Waiting for the first step.</p>"
     self._runs: list[Run] = []
     self._listed: dict[str, tuple[object, Row]] = {}  # folder in a folder of runs: its signature, its row
     self._next = float("-inf")  # time from which the page may be made again
-    self._failing_since: float | None = None
+    self._problem: str | None = None  # why the files cannot be read, since `_failing_since`
+    self._failing_since = 0.0
 
   def state(self) -> State:
     """The newest page. Made again if the files have changed and the last page is old enough.
@@ -59,42 +60,33 @@ class LivePage:
     Never raises because of the files: while they cannot be read, the last page stays, and the notice says why.
     """
     with self._lock:
-      problem = None
       if self._clock() >= self._next:
-        problem = self._update()
-      if problem is None and self._failing_since is None:
-        notice, late = _notice(self._runs, self._clock())
-        self._state = dataclasses.replace(self._state, notice=notice, is_late=late)
-      elif problem is not None:
-        since = time.strftime("%H:%M:%S", time.gmtime(self._failing_since))
-        notice = f"Cannot read the run since {since} UTC: {problem}"
-        if not self._state.version:  # nothing was seen yet: the run may only begin
-          notice = f"{problem}. Waiting since {since} UTC"
-        self._state = dataclasses.replace(self._state, notice=notice, is_late=self._state.version > 0)
-      return self._state
+        self._update()
+      if self._problem is None:
+        return State(self._version, self._body, *_notice(self._runs, self._clock()))
+      since = time.strftime("%H:%M:%S", time.gmtime(self._failing_since))
+      if not self._version:  # nothing was seen yet: the run may only begin
+        return State(0, self._body, f"{self._problem}. Waiting since {since} UTC", False)
+      return State(self._version, self._body, f"Cannot read the run since {since} UTC: {self._problem}", True)
 
-  def _update(self) -> str | None:
-    """Makes the page again if needed. Returns what is wrong with the files, else None."""
+  def _update(self) -> None:
+    """Makes the page again if needed, or says what is wrong with the files."""
     began = time.monotonic()
     try:
       folders = runs_in(self._directories[0]) if len(self._directories) == 1 else []
-      seen = [_signature(directory) for directory in folders or self._directories]
-      body = None
+      seen, body = [_signature(directory) for directory in folders or self._directories], self._body
       if folders:
         body = self._list(folders, seen)  # the state of a run changes while its files do not
-      elif seen != self._seen or self._failing_since is not None:
+      elif seen != self._seen:
         self._runs = [history.load_with_steps(directory) for directory in self._directories]
         first, *others = self._runs
         body = comparison_page.body(self._runs) if others else page.body(first, goodput.compute(first))[0]
-      if body is not None and (body != self._state.body or seen != self._seen or self._failing_since is not None):
-        self._state = dataclasses.replace(self._state, body=body, version=self._state.version + 1)
-      self._seen = seen
-      self._failing_since = None
-      return None
+      self._version += body != self._body or seen != self._seen
+      self._body, self._seen, self._problem = body, seen, None
     except (ConfigError, OSError) as error:
-      if self._failing_since is None:
+      if self._problem is None:
         self._failing_since = self._clock()
-      return str(error)
+      self._problem, self._seen = str(error), None
     finally:
       spent = time.monotonic() - began
       self._next = self._clock() + max(self.period, spent / _LARGEST_SHARE)
@@ -109,13 +101,6 @@ class LivePage:
     return {
       directory if names.count(name) > 1 else name: directory for name, directory in zip(names, self._directories)
     }
-
-  def listed(self, name: str) -> str | None:
-    """The folder of the run `name` of the list; None if the list has no such run."""
-    folder = str(Path(self._directories[0]) / name)
-    with contextlib.suppress(ConfigError):
-      return folder if folder in runs_in(self._directories[0]) else None
-    return None
 
   def _list(self, folders: Sequence[str], signatures: Sequence[object]) -> str:
     """The list of the runs. Reads only the runs whose files have changed."""

@@ -14,10 +14,10 @@ from input_pipeline.loader import check as check_data
 from input_pipeline.source import Source
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.errors import ConfigMismatch
-from trainer.config import mixture, resume
+from trainer.config import mixture
 from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
-from trainer.config.schema import Config
+from trainer.config.schema import Config, listed
 
 
 @dataclasses.dataclass
@@ -177,7 +177,7 @@ def open_data(
       # Read once: a save must not depend on whether the data can be read at that time.
       {"data": train.fingerprint(), "global_batch_size": global_batch_size},
       config.run.steps,
-      "data" in resume.names(config.run.allow_config_change),
+      "data" in listed(config.run.allow_config_change),
     )
 
 

@@ -2,71 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from trainer.observe.log import Log
-from trainer.services.background import BackgroundWriter
 
 
 class MetricsObjects:
-  """A Recorder: one immutable object of JSON lines per `period` steps: metrics_step_000001_to_step_000010.txt."""
+  """A Destination: one immutable object of JSON lines per `period` steps: metrics_step_000001_to_step_000010.txt."""
 
   def __init__(self, directory: str, period: int, log: Log) -> None:
-    self._period = period
+    self._directory, self._period, self._log = directory, period, log
     self._pending: list[tuple[int, str]] = []
-    remedy = "metrics.jsonl has all records"
-    self._writer = BackgroundWriter("metrics objects", lambda: _Store(directory, log), log, remedy, waits=False)
 
-  def write(self, fields: dict[str, Any], line: str) -> None:
-    if "loss" not in fields:  # an evaluation
-      return
-    step = fields["step"]
+  def add(self, step: int, line: str) -> None:
+    """Adds the record of a completed step."""
     if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
       self._put()
     self._pending.append((step, line))
     if step % self._period == 0:
       self._put()
 
-  def _put(self) -> None:
-    if not self._pending:
-      return
-    first, last = self._pending[0][0], self._pending[-1][0]
-    text = "".join(f"{line}\n" for _, line in self._pending)
-    self._pending = []
-    stem = f"metrics_step_{first:06d}_to_step_{last:06d}"
-    self._writer.put(lambda store: store.put(stem, text))
-
-  def flush(self, *, wait: bool) -> None:
+  def flush(self) -> None:
     """Nothing: metrics.jsonl has what waits here."""
 
   def close(self, exit_code: int | None) -> None:
-    """Begins to write what is left. Call `join` afterwards."""
-    self._put()
-    self._writer.close(None)
+    if self._pending:
+      self._put()
 
-  def join(self) -> None:
-    """Waits until all objects are written, or gives up as `BackgroundWriter.join`."""
-    self._writer.join()
-
-
-class _Store:
-  """A Destination: the folder of the objects."""
-
-  def __init__(self, directory: str, log: Log) -> None:
-    self._directory, self._log = directory, log
-
-  def put(self, stem: str, text: str) -> None:
+  def _put(self) -> None:
     """Writes one object. An error is a warning: the next object may succeed."""
+    first, last = self._pending[0][0], self._pending[-1][0]
+    text = "".join(f"{line}\n" for _, line in self._pending)
+    self._pending = []
     try:
-      _put_object(self._directory, stem, text)
+      _put_object(self._directory, f"metrics_step_{first:06d}_to_step_{last:06d}", text)
     except Exception as error:  # noqa: BLE001 - each store raises its own types
       self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
-
-  def flush(self) -> None:
-    """Every object is complete when `put` returns."""
-
-  def close(self, exit_code: int | None) -> None:
-    """Nothing is open."""
 
 
 def _put_object(directory: str, stem: str, text: str) -> None:

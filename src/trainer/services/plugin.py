@@ -77,7 +77,9 @@ def recorders(directory: str, cfg: ObserveSection, process: str, log: Log, run: 
     remedy = "services without tensorboard turns them off"
     yield Numbers(BackgroundWriter("TensorBoard files", board, log, remedy, waits=True))
   if cfg.sends_to("gcs_metrics"):
-    yield MetricsObjects(f"{directory}/metrics", cfg.log_period, log)
+    store = functools.partial(MetricsObjects, f"{directory}/metrics", cfg.log_period, log)
+    remedy = "metrics.jsonl has all records"
+    yield Lines(BackgroundWriter("metrics objects", store, log, remedy, waits=False))
   begins: dict[str, Callable[[], Service]] = {}
   if cfg.sends_to("wandb"):
     begins["wandb"] = functools.partial(WandbRun, directory, run, log)
@@ -100,6 +102,14 @@ class Numbers:
     is_step = "loss" in fields
     scalars = _scalars(fields) if is_step else _eval_scalars(fields)
     self._writer.write(fields["step"], scalars, fields["wall"], is_step=is_step)
+
+
+class Lines(Numbers):
+  """A Recorder: the records of completed steps as they are, for the writer of MetricsObjects."""
+
+  def write(self, fields: dict[str, Any], line: str) -> None:
+    if "loss" in fields:
+      self._writer.put(lambda objects: objects.add(fields["step"], line))
 
 
 def _scalars(fields: dict[str, Any]) -> Scalars:

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import re
 import shutil
 import sys
 import time
@@ -20,7 +19,7 @@ from typing import Any
 
 from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
-from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders
+from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
 from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.observe.events import read_events
@@ -81,7 +80,7 @@ def _checkpoints(folders: StepFolders, verify: bool) -> Iterator[Row]:
     False: "the next save or start removes it",
     None: "perhaps a process writes it now",
   }
-  for path, why in sorted(folders.states().items(), key=lambda item: _number(item[0].name)):
+  for path, why in sorted(folders.states().items(), key=lambda item: step_number(item[0].name)):
     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
       state = why and f"{why}; {unfinished[written]}"
       if not why:
@@ -108,7 +107,7 @@ def _rejected(folders: StepFolders) -> Iterator[Row]:
 
 def _exports(folder: Any) -> Iterator[Row]:
   if (folder / "hf").is_dir():
-    for path in sorted((folder / "hf").iterdir(), key=lambda path: _number(path.name)):
+    for path in sorted((folder / "hf").iterdir(), key=lambda path: step_number(path.name)):
       if path.is_dir():
         state = "complete" if (path / _EXPORTED).exists() else "not finished"
         yield Row(path.name, _size_of(path), _written(path), "export", state)
@@ -128,7 +127,7 @@ def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[Row]:
     for file in path.iterdir() if path.is_dir() else ():
       if match := ENTRY.fullmatch(file.name):
         found.setdefault(match[1] if path.name == mine else "", []).append(file)
-    for step, parts in sorted(found.items(), key=lambda item: _number(item[0])):
+    for step, parts in sorted(found.items(), key=lambda item: step_number(item[0])):
       slices = sorted({int(match[2]) for match in map(ENTRY.fullmatch, (part.name for part in parts)) if match})
       state = f"slices {', '.join(map(str, slices))} in {path}" if step else f"of an earlier run in {path}"
       stats = [part.stat() for part in parts]
@@ -157,11 +156,6 @@ def _table(rows: Sequence[Row]) -> Iterator[str]:
   widths = [max(len(line[column]) for line in cells) for column in range(4)]
   for name, size, age, kind, state in cells:
     yield f"{name:<{widths[0]}}  {size:>{widths[1]}}  {age:>{widths[2]}}  {kind:<{widths[3]}}  {state}"
-
-
-def _number(name: str) -> int:
-  digits = re.match("[0-9]+", name)
-  return int(digits[0]) if digits else -1
 
 
 def _manifest_size(path: Any) -> int:

@@ -2,8 +2,7 @@
 
 STEP: default is the newest checkpoint. DIR: new, local, gs:// or s3://. It gets config.json, generation_config.json,
 the files of the tokenizer, which adds the token that began the run's documents, and safetensors; transformers, vLLM and
-others read it. Every tensor keeps its type unless --dtype names another. At the end the logits of both are compared on
-a short prompt.
+others read it. Every tensor keeps its type unless --dtype names another.
 """
 
 from __future__ import annotations

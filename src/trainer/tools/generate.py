@@ -69,10 +69,8 @@ def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: 
     times.append(time.monotonic())
     for row, id in zip(rows, step):
       row.extend(() if id is None else (id,))
-    text = model.tokenizer.decode(rows[0])
-    if len(prompts) == 1 and not text.endswith("\ufffd"):  # a character may need more tokens
-      print(text[len(shown) :], end="", flush=True)
-      shown = text
+    if len(prompts) == 1:
+      shown = _show(model.tokenizer.decode(rows[0]), shown)
   if len(prompts) == 1:
     print(model.tokenizer.decode(rows[0])[len(shown) :])
   else:
@@ -99,13 +97,18 @@ def _talk(model: trainer.Model, tokens: int, sampling: trainer.Sampling) -> None
     answer, shown = list[int](), ""
     for (id,) in model.stream([prompt], tokens, sampling):
       answer.extend(() if id is None else (id,))
-      text = chat.decode(answer)
-      if not text.endswith("\ufffd"):  # a character may need more tokens
-        print(text[len(shown) :], end="", flush=True)
-        shown = text
+      shown = _show(chat.decode(answer), shown)
     text = chat.decode(answer)
     print(text[len(shown) :], flush=True)
     messages.append({"role": "assistant", "content": text})
+
+
+def _show(text: str, shown: str) -> str:
+  """Prints what is new in a growing text of which `shown` was printed. Returns what has been printed."""
+  if text.endswith("\ufffd"):  # a character may need more tokens
+    return shown
+  print(text[len(shown) :], end="", flush=True)
+  return text
 
 
 def _line() -> str | None:

@@ -9,10 +9,10 @@ and may be on gs:// or s3://. Only this machine can open the page; forward the p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import http.server
 import json
-import math
 import os
 import re
 import sys
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError, how_to_install
-from trainer.config.option_types import whole
+from trainer.config.option_types import positive, whole
 from trainer.observe import files, screen
 from trainer.report import live, markup
 from trainer.report.exporter import Exporter
@@ -56,10 +56,12 @@ class Server(http.server.ThreadingHTTPServer):
     names = [name] if name else chosen
     if not names:
       return self.page
-    folders = [folder for folder in map(self.page.listed, names) if folder]
-    if len(folders) < len(names):
-      return None
-    return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
+    with contextlib.suppress(ConfigError):
+      runs = self.page.runs()
+      if runs.keys() >= set(names):
+        folders = [runs[name] for name in names]
+        return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
+    return None
 
   @property
   def url(self) -> str:
@@ -130,7 +132,7 @@ def main(argv: list[str] | None = None) -> int:
     help="{base_output_directory}/{run_name}, local, gs:// or s3://",
   )
   parser.add_argument("--port", type=whole(), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
-  parser.add_argument("--period", type=_period, default=5.0, help="seconds between refreshes, at least (default 5)")
+  parser.add_argument("--period", type=positive(1e6), default=5.0, help="least seconds between refreshes (default 5)")
   arguments = parser.parse_args(argv)
   try:
     for directory in arguments.run_directory:
@@ -151,16 +153,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
       return 0
   return 0
-
-
-def _period(text: str) -> float:
-  try:
-    seconds = float(text) if text.isascii() else math.nan
-  except ValueError:
-    seconds = math.nan
-  if not 0 < seconds < 1e6:
-    raise argparse.ArgumentTypeError(f"{text} is not a number of seconds above 0")
-  return seconds
 
 
 def open_server(page: LivePage, port: int | None) -> Server:

@@ -67,7 +67,13 @@ class Model:
     load: returns the parameters with the shapes, types and shardings of its argument. tokenizer_folder: may name more
     ids that end a text.
     """
-    functions, params = on_device(cfg, load, device)
+    cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
+    project = projection.choose(device.platform, cfg.quantization)
+    multiply = grouped_matmul.choose(device.platform, cfg.expert_quantization).function
+    functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
+    one = jax.sharding.SingleDeviceSharding(device)
+    on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
+    params = load(jax.tree.map(on_device, functions.abstract()))
     stop = tokenizers.stop_ids(tokenizer_folder, tokenizer)
     return cls(functions, params, tokenizer, stop, longest, tokenizer_folder)
 
@@ -112,16 +118,3 @@ class Model:
     steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
     rows = [[step[i] for step in steps] for i in range(len(prompts))]
     return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]
-
-
-def on_device(
-  cfg: ModelSection, load: Callable[[Params], Params], device: jax.Device
-) -> tuple[DecoderFunctions, Params]:
-  """The model of `cfg` and its weights on one device, as in `Model.on_one_device`."""
-  cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
-  project = projection.choose(device.platform, cfg.quantization)
-  multiply = grouped_matmul.choose(device.platform, cfg.expert_quantization).function
-  functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
-  one = jax.sharding.SingleDeviceSharding(device)
-  on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)
-  return functions, load(jax.tree.map(on_device, functions.abstract()))

@@ -13,7 +13,7 @@ from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.generation import Sampling
 from trainer.process.signals import StopRequested
-from trainer.run.plugins import Completed, Opened, Plugin
+from trainer.run.plugins import Completed, Plugin
 
 _TOKENS = 64  # of a sample
 
@@ -31,41 +31,28 @@ class Sample(Plugin):
   """Prints the trained model's continuation of sample_prompt. If one device cannot hold the model, prints a warning."""
 
   def completed(self, done: Completed) -> None:
-    if self.config.observe.sample_prompt and self.run.cluster.coordination.saves_in_storage():
-      sample(self.run, done)
-
-
-def sample(run: Opened, done: Completed) -> None:
-  """The sample of a run with sample_prompt."""
-  config, tokenizer, prog = run.config, run.data.train.tokenizer, done.program
-  if tokenizer is None or run.cluster.world.size > 1:
-    reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
-    run.log.warning(f"no sample is made of sample_prompt: {reason}")
-    return
-  prompt = config.observe.sample_prompt
-  if prompt.strip() and not tokenizer.encode(prompt):
-    run.log.warning("no sample is made of sample_prompt: the tokenizer has no token for it")
-    return
-  run.log.line("Compiling what samples from the model ...")
-  start = time.monotonic()
-  work = functools.partial(
-    continue_text,
-    prog.model,
-    jax.device_put(done.params, prog.mesh.devices.flat[0]),
-    tokenizer,
-    config.observe.sample_prompt,
-    tokens=_TOKENS,
-    seed=config.run.init_weights_seed,
-  )
-  try:
-    text = done.unless_ending(work, "sample")
-  except StopRequested:
-    run.log.line("No sample is made of sample_prompt: the process must end, and everything is saved.")
-    return
-  except jax.errors.JaxRuntimeError as error:
-    run.log.warning(f"no sample is made of sample_prompt, one device must hold the whole model for it: {error}")
-    return
-  run.log.line(f"--- sample after step {done.step} ---\n{config.observe.sample_prompt}{text}\n--- end of sample ---")
-  run.events.emit(
-    "sample", step=done.step, seconds=time.monotonic() - start, prompt=config.observe.sample_prompt, text=text
-  )
+    run, config, prog, prompt = self.run, self.config, done.program, self.config.observe.sample_prompt
+    if not prompt or not run.cluster.coordination.saves_in_storage():
+      return
+    tokenizer = self.data.train.tokenizer
+    if tokenizer is None or run.cluster.world.size > 1:
+      reason = "the data have no tokenizer" if tokenizer is None else "the weights are spread over processes"
+      run.log.warning(f"no sample is made of sample_prompt: {reason}")
+      return
+    if prompt.strip() and not tokenizer.encode(prompt):
+      run.log.warning("no sample is made of sample_prompt: the tokenizer has no token for it")
+      return
+    run.log.line("Compiling what samples from the model ...")
+    start, params = time.monotonic(), jax.device_put(done.params, prog.mesh.devices.flat[0])
+    seed = config.run.init_weights_seed
+    work = functools.partial(continue_text, prog.model, params, tokenizer, prompt, tokens=_TOKENS, seed=seed)
+    try:
+      text = done.unless_ending(work, "sample")
+    except StopRequested:
+      run.log.line("No sample is made of sample_prompt: the process must end, and everything is saved.")
+      return
+    except jax.errors.JaxRuntimeError as error:
+      run.log.warning(f"no sample is made of sample_prompt, one device must hold the whole model for it: {error}")
+      return
+    run.log.line(f"--- sample after step {done.step} ---\n{prompt}{text}\n--- end of sample ---")
+    run.events.emit("sample", step=done.step, seconds=time.monotonic() - start, prompt=prompt, text=text)

@@ -20,24 +20,16 @@ import sys
 
 from trainer.config import ConfigError
 from trainer.config.errors import require
-from trainer.launch.manifest import checks, commands, contents, objects, options
+from trainer.launch.manifest import checks, contents, options, text
 from trainer.launch.manifest.plan import resolve
 from trainer.observe import screen
-
-_RENDERERS = {
-  "gcluster": commands.gcluster,
-  "xpk": commands.xpk,
-  "jobset": objects.render,
-  "pathwaysjob": objects.render,
-  "rayjob": objects.render,
-}
 
 
 def render(arguments: list[str]) -> str:
   """The text for these arguments. Raises ConfigError if they are wrong or do not fit together."""
-  plan = resolve(options.parse(arguments, tuple(_RENDERERS)))
+  plan = resolve(options.parse(arguments, text.TARGETS))
   require([*checks.problems(plan), *contents.problems(plan)])
-  return _RENDERERS[plan.options.target](plan)
+  return text.render(plan)
 
 
 def main(argv: list[str] | None = None) -> int:

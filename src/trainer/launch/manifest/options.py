@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from trainer.config import ConfigError
+from trainer.config.option_types import positive, whole
 
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
 EXTRAS = ("goodput", "lm_eval", "ray", "tfds", "trackio", "wandb", "s3", "receipt")
@@ -46,21 +47,21 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
   add("--image", "container image with this program (docker/Dockerfile)", required=True)
   add("--image-extras", f"comma-separated EXTRAS of the image's build: {', '.join(EXTRAS)}", type=_extras, default=())
   add("--tpu-type", "one slice, by Google Cloud's name, such as v5litepod-16 or v6e-256", required=True)
-  add("--num-slices", "slices of the run (default: the key num_slices, or 1)", type=_whole(1))
+  add("--num-slices", "slices of the run (default: the key num_slices, or 1)", type=whole(1))
   add("--cluster", "name of the GKE cluster")
   add("--project", "Google Cloud project")
   add("--zone", "zone or region of the cluster")
   add("--workload", "name in Kubernetes (default: the key run_name)")
-  add("--elastic-slices", "slices that may be missing at a time (default 0)", type=_whole(0), default=0)
-  add("--max-slice-restarts", "restarts of a slice's workers (default: elastic_max_retries)", type=_whole(0))
-  add("--max-restarts", "restarts of the whole job, after exit codes that allow it (default 10, or 0)", type=_whole(0))
+  add("--elastic-slices", "slices that may be missing at a time (default 0)", type=whole(0), default=0)
+  add("--max-slice-restarts", "restarts of a slice's workers (default: elastic_max_retries)", type=whole(0))
+  add("--max-restarts", "restarts of the whole job, after exit codes that allow it (default 10, or 0)", type=whole(0))
   add(
     "--save-gigabytes-per-second",
     "rate at which one host writes a checkpoint to base_output_directory, for the grace period (default 1)",
-    type=_positive,
+    type=positive(1e9),
     default=1.0,
   )
-  add("--step-seconds", "longest training step, for the grace period (default 5)", type=_positive, default=5.0)
+  add("--step-seconds", "longest training step, for the grace period (default 5)", type=positive(1e9), default=5.0)
   add(
     "--ramdisk",
     "volume for local_checkpoint_directory (default csi; behind Pathways emptydir)",
@@ -74,29 +75,8 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
   return parser
 
 
-def _whole(least: int) -> Any:
-  """A parser of whole numbers of at least `least`."""
-
-  def convert(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) < least:
-      raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least {least}")
-    return int(text)
-
-  return convert
-
-
 def _extras(text: str) -> tuple[str, ...]:
   found = tuple(text.split(","))
   if unknown := [name for name in found if name not in EXTRAS]:
     raise argparse.ArgumentTypeError(f"{unknown[0]!r} must be one of {', '.join(EXTRAS)}")
   return found
-
-
-def _positive(text: str) -> float:
-  try:
-    number = float(text) if text.isascii() else 0.0
-  except ValueError:
-    number = 0.0
-  if not 0 < number < 1e9:
-    raise argparse.ArgumentTypeError(f"{text} must be a number above 0")
-  return number

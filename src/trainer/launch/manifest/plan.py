@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 from dataclasses import dataclass
 
 from trainer.config import Config, load
@@ -15,7 +14,6 @@ CACHE_FOLDER = "/cache"  # the mount point of the volume for the compilation cac
 # Targets that do not set the grace period of the Pathways head: it is DEFAULT_GRACE_SECONDS.
 FIXED_GRACE = ("xpk", "gcluster")
 _RESTARTS = 10
-_IMAGES = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways"
 
 
 @dataclass(frozen=True)
@@ -42,11 +40,6 @@ class GkePlan:
     return self.config.cluster.enable_single_controller
 
   @property
-  def command(self) -> str:
-    """What a shell in the container executes. With exec the program itself receives SIGTERM."""
-    return "exec python -m trainer " + shlex.join(self.words)
-
-  @property
   def max_restarts(self) -> int:
     """Restarts of the whole job. Without checkpoints a restarted run would begin again; and xpk does not restart a job
     behind Pathways."""
@@ -60,41 +53,6 @@ class GkePlan:
     """Restarts of a slice's workers, if slices may be missing."""
     given = self.options.max_slice_restarts
     return self.config.elastic.elastic_max_retries if given is None else given
-
-  @property
-  def elastic_slices(self) -> int | None:
-    """Slices that may be missing; None: no slice."""
-    return self.options.elastic_slices or None
-
-  @property
-  def slice_restarts(self) -> int | None:
-    """Restarts of a slice's workers; None: no slice may be missing."""
-    return self.max_slice_restarts if self.options.elastic_slices else None
-
-  @property
-  def least_slices(self) -> int:
-    """Slices without which the job waits."""
-    return self.num_slices - self.options.elastic_slices
-
-  @property
-  def long_grace(self) -> int | None:
-    """The grace period; None: it is Kubernetes' own."""
-    return self.grace_seconds if self.grace_seconds > budget.DEFAULT_GRACE_SECONDS else None
-
-  @property
-  def pathways_folder(self) -> str:
-    """gs:// folder for the files of Pathways."""
-    return self.options.pathways_gcs_location or self.config.run.base_output_directory
-
-  @property
-  def server_image(self) -> str:
-    """The public image of Pathways' resource manager and workers."""
-    return f"{_IMAGES}/server:{self.options.pathways_version or 'latest'}"
-
-  @property
-  def proxy_image(self) -> str:
-    """The public image of Pathways' proxy."""
-    return f"{_IMAGES}/proxy_server:{self.options.pathways_version or 'latest'}"
 
   @property
   def ramdisk(self) -> str:

@@ -110,14 +110,18 @@ class RayProgram:
   def __call__(self) -> int:
     """Ray Train's training function. Returns the exit code of the run; raises SliceLost to be started again."""
     rank = ray.train.get_context().get_world_rank()
-    reports = _Reports(self.run_directory, rank)
+    ended = threading.Event()
+    reports = threading.Thread(
+      target=_report_until, args=(ended, self.run_directory, rank), name="reports to Ray", daemon=True
+    )
     reports.start()
     time.sleep(ray.get(self.supervisor.pause.remote(rank)))
     code = self._train()
     run_code: int | None = ray.get(self.supervisor.ended.remote(rank, code))
     if run_code is None:
       raise SliceLost(f"the program ended with exit code {code}")
-    reports.close()
+    ended.set()
+    reports.join(_LAST_REPORT_SECONDS)
     return run_code
 
   def _train(self) -> int:
@@ -136,44 +140,27 @@ class RayProgram:
     return main(list(self.arguments))
 
 
-class _Reports:
-  """Reports the newest metrics and checkpoint of the run to Ray Train, from a thread.
+def _report_until(ended: threading.Event, run_directory: str, rank: int) -> None:
+  """Reports the newest metrics and checkpoint of the run to Ray Train, and once more at the end. Runs in a thread.
 
   A report of Ray Train waits for all workers, so it must never be in the way of training. All workers report at the
   same pace; Ray keeps the values of rank 0.
   """
-
-  def __init__(self, run_directory: str, rank: int) -> None:
-    self._run_directory, self._rank = run_directory, rank
-    self._reported = -1  # the step of the checkpoint that was reported last
-    self._closing = threading.Event()
-    self._thread = threading.Thread(target=self._run, name="reports to Ray", daemon=True)
-
-  def start(self) -> None:
-    self._thread.start()
-
-  def close(self) -> None:
-    """Reports once more, if the other workers do too."""
-    self._closing.set()
-    self._thread.join(_LAST_REPORT_SECONDS)
-
-  def _run(self) -> None:
-    while not self._closing.wait(_REPORT_SECONDS):
-      self._report()
-    self._report()
-
-  def _report(self) -> None:
-    if self._rank:
+  reported = -1  # the step of the checkpoint that was reported last
+  is_last = False
+  while not is_last:
+    is_last = ended.wait(_REPORT_SECONDS)
+    if rank:
       ray.train.report({})
-      return
+      continue
     from trainer.launch.ray.progress import newest_checkpoint, newest_metrics
 
-    metrics, step = newest_metrics(self._run_directory), newest_checkpoint(self._run_directory)
-    if step <= self._reported:
+    metrics, step = newest_metrics(run_directory), newest_checkpoint(run_directory)
+    if step <= reported:
       ray.train.report(metrics)
-      return
-    self._reported = step
+      continue
+    reported = step
     with tempfile.TemporaryDirectory() as folder:  # Ray copies it: a pointer, because the run keeps its checkpoints
-      pointer = {"step": step, "path": f"{self._run_directory}/checkpoints/{step}"}
+      pointer = {"step": step, "path": f"{run_directory}/checkpoints/{step}"}
       (Path(folder) / "checkpoint.json").write_text(json.dumps(pointer))
       ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))

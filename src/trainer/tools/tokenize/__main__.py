@@ -27,11 +27,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import math
 import sys
 
 from input_pipeline.workers import WorkerLost, cores
 from trainer.config import ConfigError, load
+from trainer.config.option_types import real, whole
 from trainer.observe import screen
 from trainer.tools.tokenize import on_ray, run
 
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("arguments", nargs="+", metavar="CONFIG.yml key=value", help="as for python -m trainer")
   parser.add_argument("--output", metavar="FOLDER", help="local folder, new or of the same command")
-  parser.add_argument("--preview", type=_at_least_one, metavar="N", help="print the first N documents")
+  parser.add_argument("--preview", type=whole(1), metavar="N", help="print the first N documents")
   parser.add_argument("--records", choices=("documents", "windows"), default="documents")
   place = parser.add_mutually_exclusive_group()
-  place.add_argument("--processes", type=_at_least_one, default=cores(), help="default: the number of cores")
+  place.add_argument("--processes", type=whole(1), default=cores(), help="default: the number of cores")
   place.add_argument(
     "--ray", metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT on one of its nodes, or ray://HOST:10001"
   )
-  parser.add_argument("--part-megabytes", type=_megabytes, default=128.0, help="input of an output file (default: 128)")
+  parser.add_argument("--part-megabytes", type=real(1e-6, 1e6), default=128.0, help="input of a file (default: 128)")
   parser.add_argument("--fast", action="store_true", help="tokenise with tokie, which is compared with tokenizers")
   options = parser.parse_intermixed_args(argv)
   if (options.output is None) == (options.preview is None):
@@ -77,22 +77,6 @@ def main(argv: list[str] | None = None) -> int:
     print("\nStopped. The same command continues.", file=sys.stderr)
     return 130
   return 0
-
-
-def _at_least_one(text: str) -> int:
-  if not (text.isascii() and text.isdecimal()) or int(text) < 1:
-    raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-  return int(text)
-
-
-def _megabytes(text: str) -> float:
-  try:
-    number = float(text) if text.isascii() else math.nan
-  except ValueError:
-    number = math.nan
-  if not 1e-6 <= number <= 1e6:
-    raise argparse.ArgumentTypeError(f"{text} is not a number from 0.000001 to 1000000")
-  return number
 
 
 if __name__ == "__main__":

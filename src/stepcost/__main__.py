@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import pathlib
+import signal
 import sys
 from collections.abc import Sequence
 from types import MappingProxyType
@@ -218,4 +219,5 @@ def _payload(found: Sequence[Collective], kind: str) -> float:
 
 
 if __name__ == "__main__":
+  signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this command without a message
   sys.exit(main())

@@ -132,6 +132,8 @@ class Peers:
     elif kind == "check":
       self.check = received
     elif kind in ("failing", "slow", "alarm"):
+      if kind == "alarm":
+        self.set_primary(int(received["primary"]))  # first: it records the alarm
       self._noticed(received)
     elif kind == "lead":
       self.set_primary(int(received["leader"]))

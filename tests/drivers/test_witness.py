@@ -57,9 +57,9 @@ def test_what_the_supervisor_says_of_one_round_does_not_hold_for_the_next_round(
   peers.epoch, peers.dealt = 8, {0: (0, 1), 2: (2, 3), 3: (4, 5)}
   checks: Any = types.SimpleNamespace(of_share=lambda scalars, parts: (scalars, parts))
   of_step = lambda check: ComparedShare(peers, checks, 0, check, lambda share: Contribution(np.zeros(3)))
-  drawn = [draw(0, check, peers.dealt, {}) for check in range(6)]
+  drawn = [draw(0, check, peers.dealt) for check in range(6)]
   second = next(check for check, one in enumerate(drawn) if one.members[1] == 3)
-  peers.handle(message("check", epoch=8, unlike={}, asked=[0, 2], since=8))
+  peers.handle(message("check", epoch=8, asked=[0, 2], since=8))
   during = of_step(second)
   assert during.begins_again() and not during.begins_again()
   during.join_in()

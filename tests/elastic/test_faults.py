@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, RandomFaults, parse
 from trainer.elastic import flips
@@ -142,15 +143,15 @@ def test_a_flip_changes_one_bit_of_the_named_array_once_unless_it_is_sticky():
   changed = []
   for step in range(1, 6):
     injector.at("step", step)
-    assert injector.flips("flip_gradient", 0)(tree) is tree
-    of_slice = injector.flips("flip_gradient", 1)
+    assert injector.flips("flip_gradient", 0, flatten)(tree) is tree
+    of_slice = injector.flips("flip_gradient", 1, flatten)
     for _ in range(2):  # the second time, the share is computed again
       found = of_slice(tree, "share")
       bits = jax.tree.map(lambda a, b: int(np.bitwise_count(as_bits(a) ^ as_bits(b)).sum()), found, tree)
       changed.append([bits["norm"], bits["mlp"]["up"], bits["mlp"]["down"]])
   assert changed[:4] == [[0, 0, 0]] * 4 and changed[4:6] == [[0, 1, 0], [0, 0, 0]]
   assert len({tuple(one) for one in changed[6:]}) == 1 and sum(changed[6]) == 1 and changed[6][0] == 0
-  assert not injector.faults and injector.flips("flip_weight", 0)(tree) is not tree
+  assert not injector.faults and injector.flips("flip_weight", 0, flatten)(tree) is not tree
 
 
 def as_bits(array: jax.Array) -> np.ndarray:

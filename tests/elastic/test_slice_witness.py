@@ -1,4 +1,4 @@
-"""The witness where one controller drives simulated slices. `python -m end_to_end.flips --simulated` plays more."""
+"""The witness where one controller drives simulated slices. `python -m end_to_end.slice_flips` plays more."""
 
 from __future__ import annotations
 

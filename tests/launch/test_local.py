@@ -115,6 +115,7 @@ def test_a_slice_with_wrong_sums_is_taken_out_before_they_count_and_stays_away(u
   (alarm,) = run.events("witness")
   assert (alarm["outcome"], alarm["round"], alarm["members"]) == ("removed", "step 16", [0])
   assert list(alarm["arrays"].values()) == [1] and alarm["where"]["0"].startswith("host ")
+  assert (run.directory / "log.txt").read_text().count("Wrong sums from slice 0") == 1, "also if 0 was the primary"
   assert [(event["slice"], event["step"]) for event in run.events("slice_down")] == [([0], 15)], run.tail()
   assert run.count("slice_up") == 0 and "Starting member 0 again" not in run.printed
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import types
 
 import jax
@@ -55,7 +56,7 @@ def key(tmp_path):
 class Process:
   """A process of a run: its metrics, with a receipt as their recorder."""
 
-  def __init__(self, folder, key=None, is_primary=True):
+  def __init__(self, folder, key=None, is_primary=True, in_thread=False):
     self.folder = folder
     device = types.SimpleNamespace(platform="cpu", device_kind="cpu")
     cluster = types.SimpleNamespace(
@@ -74,7 +75,7 @@ class Process:
       log=types.SimpleNamespace(warning=warnings.append),
     )
     recorders = lambda: [receipt.Writer(run, receipt.private_key(str(key)) if key else None)]
-    self.metrics = metrics.Metrics(str(folder), log, is_primary=is_primary, recorders=recorders)
+    self.metrics = metrics.Metrics(str(folder), log, is_primary=is_primary, recorders=recorders, in_thread=in_thread)
 
   def steps(self, *steps: int, loss: float = 2.5):
     for step in steps:
@@ -206,6 +207,23 @@ def test_what_is_missing_comes_from_the_metrics(written):
   Process(written).steps(5).metrics.close()
   assert steps_of(written) == [1, 2, 3, 4, 5]
   assert [line["step"] for line in lines_of(written) if "from" in line] == [3, 4]
+
+
+def test_a_thread_writes_both_lines_in_their_order_and_is_waited_for(tmp_path):
+  folder, gate = tmp_path / "run", threading.Event()
+  process = Process(folder, in_thread=True)
+  (writer,) = process.metrics._writers
+  write = writer.write
+  writer.write = lambda fields, line: gate.wait(60) and write(fields, line)
+  process.steps(1)  # returns at once
+  assert not (folder / receipt.FILE).exists() and (folder / "metrics.jsonl").read_text() == ""
+  threading.Timer(0.05, gate.set).start()
+  process.metrics.settle()
+  assert steps_of(folder) == [1] and len((folder / "metrics.jsonl").read_text().splitlines()) == 1
+  process.steps(2, 3).metrics.hand_over()
+  assert steps_of(folder) == [1, 2, 3]
+  Process(folder, in_thread=True).steps(4).metrics.close()
+  assert steps_of(folder) == [1, 2, 3, 4] and not [t for t in threading.enumerate() if t.name.startswith("records")]
 
 
 def test_a_new_primary_goes_on_with_the_receipt(tmp_path):

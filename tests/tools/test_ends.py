@@ -43,3 +43,14 @@ def test_an_error_without_devices_is_that_there_are_none(monkeypatch, capsys):
   monkeypatch.setattr(host_devices, "find", find)
   assert exit_code(work) == 2
   assert capsys.readouterr().err == "error: no devices\n"
+
+
+def test_a_tool_whose_output_is_lost_ends_as_other_commands_do():
+  command, pipe = [sys.executable, "-m", "trainer.tools.checkpoints", "--help"], subprocess.PIPE
+  options = {"env": cpu_environment({}), "cwd": ROOT, "stderr": pipe, "text": True}
+  with subprocess.Popen(command, stdout=pipe, **options) as tool:
+    tool.stdout.close()  # as `| head` does
+    assert (tool.wait(120), tool.stderr.read()) == (141, "")
+  with open("/dev/full", "w") as full:
+    done = subprocess.run(command, stdout=full, timeout=120, **options)
+  assert done.returncode == 1 and done.stderr == "error: stdout: [Errno 28] No space left on device\n"

@@ -95,7 +95,8 @@ def test_a_replay_names_the_first_step_and_array_that_differ(run, capsys):
   (run / receipt.FILE).write_text("".join(lines))
   assert ended(capsys, run)[0] == 0  # self-attested: docs/trust.md says so
   code, printed = ended(capsys, run, "--replay", "5:8")
-  assert code == 1 and "step 6: the state differs, first in params.lm_head (1 of 30 arrays)" in printed, printed
+  assert code == 1 and "The run and its replay differ first at step 6: state." in printed, printed
+  assert "state: first in params.lm_head (1 of 30 arrays)" in printed
 
 
 def test_what_differs_from_the_receipt_is_named(run, capsys):
@@ -128,25 +129,24 @@ def test_two_runs_differ_first_at_the_step_with_the_changed_example(runs, capsys
   assert ended(capsys, runs[0], "--against", runs[0])[0] == 0
 
 
-def test_two_replays_find_the_step_between_two_recorded_states(runs, capsys, monkeypatch):
-  """The losses differ at step 2, and the states already after step 1, which no receipt has recorded."""
-  a = verify.load(str(runs[0]))
-  b = verify.Receipt("b", a.lines, [], a.steps | {2: a.steps[2] | {"loss": "00000000"}})
-  (first, *_, hint) = verify.against(a, b, None, [])
-  assert first == "The runs differ first at step 2: loss." and hint.endswith("add --replay 1:2.")
-  replayed = []
+def test_two_replays_find_the_step_between_two_recorded_states(runs, monkeypatch):
+  """The receipt of b has the line of a for the changed step, so that they differ first at the step after it."""
+  a, b = (verify.load(str(run)) for run in runs)
+  b = verify.Receipt(b.directory, b.lines, [], b.steps | {CHANGED: a.steps[CHANGED]})
+  first, *_, hint = verify.against(a, b, None, [])
+  assert first.startswith("The runs differ first at step 8: loss, grad_norm") and hint.endswith("add --replay 7:8.")
+  replays = []
 
-  def replay_of(run, lines, first, last, keys):
-    replayed.append((run, first, last))
-    state = {"params.w": "1" if run == "b" else "0", "step": "1"}
-    return replay.Replay(0, {step: a.steps[step] | {"state": state} for step in (1, 2)}, 1e-5, "")
+  def run(command, log):
+    own = OneChanged(vocab_size=64, length=16, seed=0, stream=0) if replays else None
+    replays.append(command)
+    assert trainer.Run(trainer.load(*command[3:]), own).train()
 
-  monkeypatch.setattr(replay, "replay", replay_of)
-  assert verify.against(a, b, "1:2", []) == [
-    "The runs differ first at step 1: state.",
-    "  state: first in params.w (1 of 2 arrays)",
-  ]
-  assert replayed == [(a.directory, 1, 2), ("b", 1, 2)]
+  monkeypatch.setattr(replay, "_run", run)
+  assert verify.against(a, b, "7:8", [])[0].startswith(
+    "The runs differ first at step 7: examples, loss, grad_norm, state"
+  )
+  assert len(replays) == 2
 
 
 @pytest.mark.parametrize(
@@ -224,9 +224,7 @@ def test_differences_are_counted_in_values_and_bits():
     "w: 1 of 4 values differ in 1 bits; by at most 2.38e-07, relative 1.19e-07"
   ]
   assert found({"w": entry(x)}, {"w": entry(-x)})[0].endswith("by at most inf, relative inf")
-  assert found({"w": entry(x)}, {"w": entry(x[:2])}) == ["w: shape [4] and [2]"]
+  assert found({"w": entry(x)}, {"w": entry(x[:2])}) == ["w: float32 [4] and float32 [2]"]
   assert found({"w": entry(x)}, {"v": entry(x)}) == ["w: only in a", "v: only in b"]
-  same = x[:2]
-  assert found({"w": entry(same)}, {"w": entry(same.astype(np.float16))}) == [
-    "w: float32 and float16, with equal values"
-  ]
+  half = x.astype(np.float16)
+  assert found({"w": entry(x)}, {"w": entry(half)}) == ["w: float32 [4] and float16 [4]"]

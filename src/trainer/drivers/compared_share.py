@@ -60,5 +60,4 @@ class ComparedShare:
     return self._peers.check[name] if self._peers.check.get("epoch") == self._peers.epoch else default
 
   def _drawn(self) -> Drawn:
-    unlike = {int(member): kind for member, kind in self._told("unlike", {}).items()}
-    return draw(self._seed, self._check, self._peers.dealt, unlike)
+    return draw(self._seed, self._check, self._peers.dealt)

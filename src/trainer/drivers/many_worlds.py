@@ -18,6 +18,7 @@ import numpy as np
 from input_pipeline.batch import Batch
 from input_pipeline.prefetch import Prefetcher
 from trainer.checkpoint import state_transfer
+from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View, multiprocess
 from trainer.config.schema import Config
@@ -108,7 +109,7 @@ class ManyWorlds:
     state = self._state = self._damaged(state)
     params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
 
-    flips = self._elastic.faults.flips("flip_gradient", self._peers.member)
+    flips = self._elastic.faults.flips("flip_gradient", self._peers.member, flatten)
 
     def compute(share: Share) -> Contribution:
       batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
@@ -122,7 +123,8 @@ class ManyWorlds:
       seed, check = self._config.data.data_shuffle_seed, n // self._period
       compared = ComparedShare(self._peers, checks, seed, check, compute)
       checksum = functools.partial(checks.number, checks.of_state(state))
-    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", checksum, compute, self._total, compared)
+    settled = functools.partial(self._settled, checksum)
+    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", settled, compute, self._total, compared)
     computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
     self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
     self.proof |= {"witness": compared.record()} if compared else {}
@@ -166,6 +168,7 @@ class ManyWorlds:
   def _evaluation(self) -> Iterator[str]:
     """The name of its round. In the block, the supervisor knows that it may interrupt this round."""
     name = f"eval {self._step}"
+    self._session.metrics.settle()
     self._peers.membership.send("evaluates", round=name)
     try:
       yield name
@@ -214,8 +217,8 @@ class ManyWorlds:
   def _damaged(self, state: TrainState) -> TrainState:
     """The state with the bits that a rehearsed fault flips."""
     faults, member = self._elastic.faults, self._peers.member
-    params = faults.flips("flip_weight", member)(state.params)
-    opt_state = faults.flips("flip_optimizer", member)(state.opt_state)
+    params = faults.flips("flip_weight", member, flatten)(state.params)
+    opt_state = faults.flips("flip_optimizer", member, flatten)(state.opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
   def _prepared(self, index: int) -> tuple[dict[Share, Batch], float]:
@@ -226,6 +229,12 @@ class ManyWorlds:
     batches = {share: self._train.share(index, share) for share in self._peers.shares}
     self._session.data.train.prepare_digest(index)
     return batches, mean_weight
+
+  def _settled(self, checksum: Callable[[], int]) -> int:
+    """The checksum that this member reports of a step, once it has written the records of the steps before: after the
+    report, another member may be the primary."""
+    self._session.metrics.settle()
+    return checksum()
 
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)
@@ -262,6 +271,6 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
 
 def _record_notice(session: Session, notice: Message) -> None:
   """Records that a member fails repeatedly while the others go on, or is slow or no longer slow, or an alarm."""
-  kind, fields = notice["kind"], {name: value for name, value in notice.items() if name != "kind"}
+  kind, fields = notice["kind"], {name: value for name, value in notice.items() if name not in ("kind", "primary")}
   session.events.emit("witness" if kind == "alarm" else f"member_{kind}", **fields)
   session.log.line({"failing": failing_line, "slow": slow_line, "alarm": alarm_line}[kind](notice))

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 from jax import Device
 
+from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.elastic.elastic_run import ElasticRun
@@ -51,8 +52,8 @@ class SliceWitness:
     self.proof = {}
     period, faults = self._config.elastic.witness_period, self._elastic.faults
     for slice_id, devices in zip(self._view.slices, self._view.devices):
-      params = faults.flips("flip_weight", slice_id, devices)(state.params)
-      opt_state = faults.flips("flip_optimizer", slice_id, devices)(state.opt_state)
+      params = faults.flips("flip_weight", slice_id, flatten, devices)(state.params)
+      opt_state = faults.flips("flip_optimizer", slice_id, flatten, devices)(state.opt_state)
       state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if period and n % period == 0 and self._view.num_alive > 1:
       with self._session.watchdog.during("witness"):
@@ -64,10 +65,10 @@ class SliceWitness:
     states = dict(zip(alive, _by_slice(state, self._view.devices)))
     shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps
     dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive)}
-    drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt, {})
+    drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt)
     state_of = lambda slice_id: self._state(slice_id, states[slice_id])
     self._agree(self._equal_states, f"the state before step {n}", alive, state_of)
-    flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id) for slice_id in alive}
+    flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id, flatten) for slice_id in alive}
 
     def sums(slice_id: int) -> Sums:
       feed, share_sums, checks = self._of(slice_id)

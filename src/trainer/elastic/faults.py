@@ -15,7 +15,7 @@ from jax import Device
 from trainer.cluster.api import FaultTarget
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, Kind, Moment, RandomFaults
-from trainer.elastic.flips import Flips
+from trainer.elastic.flips import Flatten, Flips
 
 
 def expand(faults: Iterable[Fault | RandomFaults], num_slices: int, steps: int) -> list[Fault]:
@@ -90,11 +90,11 @@ class FaultInjector:
         self.record(fault, step)
         self._make(fault)
 
-  def flips(self, kind: Kind, slice_id: int, devices: Sequence[Device] | None = None) -> Flips:
-    """The flips of this kind that hit the slice now, in the step under way. devices: see `Flips`."""
+  def flips(self, kind: Kind, slice_id: int, flatten: Flatten, devices: Sequence[Device] | None = None) -> Flips:
+    """The flips of this kind that hit the slice now, in the step under way. flatten, devices: see `Flips`."""
     found = [fault for fault in self.flipping if (fault.kind, fault.slice) == (kind, slice_id)]
     self.flipping = [fault for fault in self.flipping if fault.sticky or fault not in found]
-    return Flips(found, devices)
+    return Flips(found, flatten, devices)
 
   def waits(self, step: int) -> bool:
     """Whether a fault that is due at `step` needs the compilations in the background."""

@@ -8,6 +8,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
@@ -92,7 +93,8 @@ class Evaluation:
 
 
 class Recorder(Protocol):
-  """Gets the records of metrics.jsonl too. No call may raise an error, or wait, except as it says."""
+  """Gets the records of metrics.jsonl too, one call at a time, perhaps from another thread. No call may raise an error,
+  or wait, except as it says."""
 
   def write(self, fields: dict[str, Any], line: str) -> None:
     """fields: of the record of a completed step, which has a loss, or of an evaluation; line: the same as JSON, without
@@ -119,10 +121,13 @@ class Metrics:
     is_primary: bool = True,
     recorders: Callable[[], Sequence[Recorder]] = tuple,
     has_scores: bool = False,
+    in_thread: bool = False,
   ) -> None:
     """is_primary: whether this process writes; otherwise it only remembers its last records. recorders: opens those
-    who get the records too, when this process begins to write. has_scores: whether evaluations have scores."""
-    self._events, self._recorders, self._has_scores = events, recorders, has_scores
+    who get the records too, when this process begins to write. has_scores: whether evaluations have scores. in_thread:
+    a thread writes the records of steps, see `settle`."""
+    self._events, self._recorders, self._has_scores, self._in_thread = events, recorders, has_scores, in_thread
+    self._pending: Future[None] | None = None  # the last record of a step that the thread writes
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
@@ -134,6 +139,7 @@ class Metrics:
   def _open(self, is_primary: bool) -> None:
     self._lines = files.open_lines(self._run_directory if is_primary else None, METRICS_FILE)
     self._writers = list(self._recorders()) if is_primary else []
+    self._thread = ThreadPoolExecutor(1, "records") if is_primary and self._in_thread else None
 
   def remembered(self) -> list[dict[str, Any]]:
     """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
@@ -170,6 +176,7 @@ class Metrics:
       elif record.step > last:
         self._write(record)
         missing.append(record)
+    self.settle()
     return missing
 
   def hand_over(self) -> None:
@@ -181,14 +188,30 @@ class Metrics:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
     self._recent.append(record)
     self._write(record)
+    if self.callbacks:
+      self.settle()
     for callback in self.callbacks:
       callback(record)
+
+  def settle(self) -> None:
+    """Returns when the thread has written all records. Call it before another process may become the primary: that
+    one writes what is missing in the files."""
+    if self._pending is not None:
+      pending, self._pending = self._pending, None
+      pending.result()
 
   def _write(self, record: StepRecord) -> None:
     fields = vars(record) | self._events.stamp()  # a deep copy would take longer than everything else here
     for optional in _OPTIONAL:
       if fields[optional] is None:
         del fields[optional]
+    self.settle()
+    if self._thread is None:
+      self._put(fields)
+    else:
+      self._pending = self._thread.submit(self._put, fields)
+
+  def _put(self, fields: dict[str, Any]) -> None:
     proof = {"proof": fields.pop("proof")}
     line = files.dump_json(fields)
     # First: after a kill, the next primary writes what metrics.jsonl does not have.
@@ -203,6 +226,7 @@ class Metrics:
     self._write_eval(evaluation)
 
   def _write_eval(self, evaluation: Evaluation) -> None:
+    self.settle()
     fields = dataclasses.asdict(evaluation) | self._events.stamp()
     for optional in ("eval_losses", "scores"):
       if not fields[optional]:
@@ -226,6 +250,7 @@ class Metrics:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
 
     wait: False before the last save of a process: a writer may not delay it, and `close` waits for all of them."""
+    self.settle()
     self._lines.flush()
     for writer in self._writers:
       writer.flush(wait=wait)
@@ -235,6 +260,10 @@ class Metrics:
 
     exit_code: of the process, for services; None: another process goes on, or the code is not known.
     """
+    self.settle()
+    if self._thread is not None:
+      self._thread.shutdown()
+      self._thread = None
     self._lines.close()
     for writer in self._writers:
       writer.close(exit_code)

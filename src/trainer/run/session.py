@@ -164,7 +164,9 @@ def open_session(
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
   full_program = _full_program(config, cluster, additions)
-  flips.check(faults.parse(config.elastic.fault_injection), full_program.state.params, full_program.state.opt_state)
+  abstract = full_program.state
+  named = state_tree.flatten(abstract.params), state_tree.flatten(abstract.opt_state)
+  flips.check(faults.parse(config.elastic.fault_injection), *named)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster, additions.parts)
   with contextlib.ExitStack() as stack:
@@ -281,7 +283,12 @@ def _metrics(
   """The metrics, closed with `stack`."""
   is_primary, has_scores = cluster.coordination.is_primary, bool(config.observe.eval_tasks)
   metrics = Metrics(
-    config.run_directory, events, is_primary=is_primary, recorders=plugins.recorders, has_scores=has_scores
+    config.run_directory,
+    events,
+    is_primary=is_primary,
+    recorders=plugins.recorders,
+    has_scores=has_scores,
+    in_thread=cluster.coordination.has_peers,  # one controller writes a record while the devices compute
   )
   stack.callback(metrics.close)
   return metrics

@@ -62,21 +62,26 @@ def numbers(record: Line) -> dict[str, str]:
   return {"tokens" if name == "weights" else name: value for name, value in found.items()}
 
 
-def check(lines: Iterable[bytes], public_key: Any = None) -> tuple[list[Line], list[str]]:
-  """(the lines up to the first wrong one, what is wrong). public_key: must have signed all lines, if it is not None."""
+def check(lines: Iterable[bytes], key: Any = None) -> tuple[list[Line], list[str]]:
+  """(the lines up to the first wrong one, what is wrong). key: a public key, which must have signed all lines. None:
+  the first line may name one."""
   good: list[Line] = []
   prev, step = "", -1
   for number, raw in enumerate(lines, 1):
-    if wrong := _wrong(raw, prev, step, public_key):
+    line, wrong = _line(raw, prev, step)
+    if number == 1 and key is None and "public_key" in line:
+      key = public_key(line["public_key"])
+    if not wrong and key is not None and not _is_signed(line, key):
+      wrong = "it is not signed with this key"
+    if wrong:
       return good, [f"{FILE}, line {number}: {wrong}"]
-    line = json.loads(raw)
     good.append(line)
-    prev, step = line["hash"], line.get("step", line.get("after"))
+    prev, step = line["hash"], line["step" if "step" in line else "after"]
   return good, []
 
 
-def _wrong(raw: bytes, prev: str, step: int, public_key: Any) -> str:
-  """Why this is not the line that follows the one with the hash `prev` and the step `step`; "": it is. -1: no line."""
+def _line(raw: bytes, prev: str, step: int) -> tuple[Line, str]:
+  """(the line, ""), or ({}, why it does not follow the line with the hash `prev` and the step `step`; -1: no line)."""
   try:
     line = json.loads(raw)
     stated, signature = line["hash"], line.get("signature", "")
@@ -84,28 +89,28 @@ def _wrong(raw: bytes, prev: str, step: int, public_key: Any) -> str:
     body = raw.rpartition(_HASH.encode())[0]
     is_whole = body + _tail(stated, signature).encode() + b"\n" == raw and isinstance(place, int)
     if not is_whole or hashlib.sha256(body + b"}").hexdigest() != stated:
-      return "it was changed: its hash is another one"
+      return {}, "it was changed: its hash is another one"
     before, is_complete = line["prev"], _is_complete(line)
   except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-    return "it is damaged"
+    return {}, "it is damaged"
   if before != prev:
-    return "it does not follow the line before it: lines were removed, added or moved"
+    return {}, "it does not follow the line before it: lines were removed, added or moved"
   if step == -1 and "after" not in line:
-    return "the first line does not say which run this is"
+    return {}, "the first line does not say which run this is"
   if not is_complete:
-    return "it lacks fields, or has wrong values: no version of this program writes it"
+    return {}, "it lacks fields, or has wrong values: no version of this program writes it"
   if place != step + ("step" in line) and step != -1:
-    return f"it is of step {place} and follows step {step}"
-  if public_key is not None and not _signed(public_key, signature, stated):
-    return "it is not signed with this key"
-  return ""
+    return {}, f"it is of step {place} and follows step {step}"
+  return line, ""
 
 
 def _is_complete(line: Line) -> bool:
   """Whether a line has what its readers need, in the form that they need."""
   if "step" not in line:
     found = [line.get(name) for name in ("config", "data", "code", "versions", "devices")]
-    return all(isinstance(one, dict) for one in found) and line["devices"].keys() >= DEVICES and "computes" in line
+    has_key = re.fullmatch("[0-9a-f]{64}", line.get("public_key", "0" * 64))
+    is_whole = all(isinstance(one, dict) for one in found) and has_key is not None
+    return is_whole and line["devices"].keys() >= DEVICES and "computes" in line
   numbers = [line[name] for name in ("loss", "grad_norm", "tokens") if name in line or name == "loss"]
   state = line.get("state", {})
   return (
@@ -115,11 +120,11 @@ def _is_complete(line: Line) -> bool:
   )
 
 
-def _signed(public_key: Any, signature: str, stated: str) -> bool:
+def _is_signed(line: Line, key: Any) -> bool:
   from cryptography.exceptions import InvalidSignature
 
   try:
-    public_key.verify(bytes.fromhex(signature), bytes.fromhex(stated))
+    key.verify(bytes.fromhex(line.get("signature", "")), bytes.fromhex(line["hash"]))
   except (InvalidSignature, ValueError):
     return False
   return True

@@ -21,7 +21,7 @@ from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
 from trainer.config.errors import ConfigError
-from trainer.observe import files
+from trainer.observe import files, screen
 from trainer.observe.events import read_events
 from trainer.observe.metrics import METRICS_FILE
 from trainer.world import SINGLE_WORLD
@@ -203,4 +203,4 @@ def _size(count: int) -> str:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -1,7 +1,7 @@
 """`python -m trainer.tools.compare_checkpoints A B`: how the arrays of two checkpoints differ, in values and bits.
 
-A and B are RUN_DIR (its newest checkpoint), RUN_DIR@STEP, the folder of a checkpoint, or a Hugging Face folder, which
-has only parameters. Needs no device, and the memory of two arrays.
+A and B are RUN_DIR (its newest checkpoint), RUN_DIR@STEP, or the folder of a checkpoint. Needs no device, and the
+memory of two arrays.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +20,11 @@ from trainer.checkpoint import array_parts, checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
 from trainer.config.errors import ConfigError
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
-from trainer.weights import sources
 from trainer.world import SINGLE_WORLD
 
 _BLOCK = 1 << 20  # values that are compared at once
-_STACKED = re.compile(r"(.*\blayers)\.(?!\d)(.+)")  # the name of an array that has all layers
-_NUMBERED = re.compile(r"\blayers\.\d+\.")
 
 
 @dataclass(frozen=True)
@@ -50,44 +47,36 @@ def main(argv: list[str] | None = None) -> int:
     formatter_class=argparse.RawDescriptionHelpFormatter,
   )
   for name in ("A", "B"):
-    parser.add_argument(name, help="RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint or of a Hugging Face model")
+    parser.add_argument(name, help="RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint")
   options = parser.parse_args(argv)
   return exit_code(lambda: _compare(options.A, options.B), CheckpointError, Rejected, OSError)
 
 
 def _compare(a: str, b: str) -> int:
-  (ours, of_parameters), (theirs, also) = entries(a), entries(b)
-  if of_parameters or also:
-    ours, theirs = ({name: x for name, x in one.items() if name.startswith("params.")} for one in (ours, theirs))
-  ours, theirs = _alike(ours, theirs)
+  ours, theirs = entries(a), entries(b)
   lines = list(differences(ours, theirs, (a, b)))
   print(*lines, f"{len(ours.keys() & theirs.keys())} arrays compared, {len(lines)} differences", sep="\n")
   return 1 if lines else 0
 
 
-def entries(place: str) -> tuple[Entries, bool]:
-  """({name: array} of what `place` names, whether it has only parameters). Raises ConfigError, CheckpointError, and
-  Rejected for a checkpoint that is damaged."""
+def entries(place: str) -> Entries:
+  """The arrays of the checkpoint that `place` names. Raises ConfigError, CheckpointError, and Rejected for a checkpoint
+  that is damaged."""
   place = os.path.expanduser(place).rstrip("/")
   folder = run_id.folder(place)
   if (folder / META).exists():
     manifest, meta = (checksums.parse(checksums.read(folder / name), name) for name in (MANIFEST, META))
     checksums.check(folder, manifest)
-    return of_checkpoint(folder, meta), False
-  if (folder / sources.CONFIG).exists():
-    found = sources.open_source(place)
-    whole = lambda stored: functools.partial(stored.part, (slice(None),) * len(stored.weight.shape))
-    return {name: Entry(x.weight.shape, x.dtype, whole(x)) for name, x in found.stored.items()}, True
-  run, step = sources.split(re.sub(r"(?<=[^:]):(\d+)$", r"@\1", place))
+    return of_checkpoint(folder, meta)
+  match = re.fullmatch(r"(.+)[@:](\d+)", place)
+  run, step = (match[1], int(match[2])) if match else (place, None)
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()
-  if not steps or (step and int(step) not in steps):
+  if not steps or step not in (None, *steps):
     there = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
-    raise ConfigError(
-      f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, the folder of a checkpoint, or a Hugging Face folder."
-    )
-  number = int(step) if step else steps[-1]
-  return of_checkpoint(folders.directory / str(number), folders.verify(number)), False
+    raise ConfigError(f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint.")
+  number = steps[-1] if step is None else step
+  return of_checkpoint(folders.directory / str(number), folders.verify(number))
 
 
 def of_checkpoint(folder: Any, meta: dict[str, Any]) -> Entries:
@@ -98,25 +87,6 @@ def of_checkpoint(folder: Any, meta: dict[str, Any]) -> Entries:
   return {name: Entry(tuple(x["shape"]), np.dtype(x["dtype"]), read(name)) for name, x in meta["arrays"].items()}
 
 
-def _alike(ours: Entries, theirs: Entries) -> tuple[Entries, Entries]:
-  """Both with separate layers, if one of them has them."""
-  numbered = [any(map(_NUMBERED.search, one)) for one in (ours, theirs)]
-  return (_separate(ours) if numbered[1] else ours), (_separate(theirs) if numbered[0] else theirs)
-
-
-def _separate(found: Entries) -> Entries:
-  separate: Entries = {}
-  for name, entry in found.items():
-    match = _STACKED.fullmatch(name)
-    layers = range(entry.shape[0]) if match else ()
-    for i in layers:
-      layer = lambda entry=entry, i=i: entry.read()[i]
-      separate[f"{match[1]}.{i}.{match[2]}"] = Entry(entry.shape[1:], entry.dtype, layer)  # type: ignore[index]
-    if not match:
-      separate[name] = entry
-  return separate
-
-
 def differences(ours: Entries, theirs: Entries, names: tuple[str, str]) -> Iterator[str]:
   """A line for each array that differs. names: of both, for the lines."""
   for name in {**ours, **theirs}:
@@ -124,46 +94,34 @@ def differences(ours: Entries, theirs: Entries, names: tuple[str, str]) -> Itera
       yield f"{name}: only in {names[name in theirs]}"
       continue
     a, b = ours[name], theirs[name]
-    if a.shape != b.shape:
-      yield f"{name}: shape {list(a.shape)} and {list(b.shape)}"
-      continue
-    kinds = f"{a.dtype} and {b.dtype}, " if a.dtype != b.dtype else ""
-    if found := _difference(a.read(), b.read()):
-      yield f"{name}: {kinds}{found}"
-    elif kinds:
-      yield f"{name}: {kinds}with equal values"
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+      yield f"{name}: {a.dtype} {list(a.shape)} and {b.dtype} {list(b.shape)}"
+    elif found := _difference(a.read(), b.read()):
+      yield f"{name}: {found}"
 
 
 def _difference(a: np.ndarray, b: np.ndarray) -> str:
-  """How two arrays of one shape differ; "": they do not."""
+  """How two arrays of one shape and type differ; "": they do not."""
   values = flipped = 0
   absolute = relative = 0.0
-  x, y = a.reshape(-1), b.reshape(-1)
-  same_type = x.dtype == y.dtype
+  x, y = np.ascontiguousarray(a).reshape(-1), np.ascontiguousarray(b).reshape(-1)
+  unsigned = np.dtype(f"u{x.dtype.itemsize}")
   for first in range(0, x.size, _BLOCK):
     p, q = x[first : first + _BLOCK], y[first : first + _BLOCK]
-    if same_type:
-      unsigned = np.dtype(f"u{p.dtype.itemsize}")
-      changed = np.ascontiguousarray(p).view(unsigned) ^ np.ascontiguousarray(q).view(unsigned)
-      flipped += int(np.bitwise_count(changed).sum(dtype=np.int64))
-      differs = changed != 0
-    else:
-      differs = p.astype(np.float64) != q.astype(np.float64)
-    if not differs.any():
-      continue
+    bits = np.bitwise_count(p.view(unsigned) ^ q.view(unsigned))
+    differs = bits != 0
+    flipped += int(bits.sum(dtype=np.int64))
     values += int(np.count_nonzero(differs))
     with np.errstate(all="ignore"):
       left, right = p[differs].astype(np.float64), q[differs].astype(np.float64)
-      gap = np.abs(left - right)
-      gap[~np.isfinite(gap)] = np.inf
-      ratio = gap / np.maximum(np.abs(left), np.abs(right))
-      ratio[np.isnan(ratio)] = np.where(gap[np.isnan(ratio)] == 0, 0.0, np.inf)
-    absolute, relative = max(absolute, float(gap.max())), max(relative, float(ratio.max()))
+      gap = np.nan_to_num(np.abs(left - right), nan=np.inf)
+      ratio = np.where(gap == 0, 0.0, gap / np.maximum(np.abs(left), np.abs(right)))
+    absolute = max(absolute, float(gap.max(initial=0.0)))
+    relative = max(relative, float(np.nan_to_num(ratio, nan=np.inf, posinf=np.inf).max(initial=0.0)))
   if not values:
     return ""
-  in_bits = f" in {flipped} bits" if same_type else ""
-  return f"{values} of {x.size} values differ{in_bits}; by at most {absolute:.3g}, relative {relative:.3g}"
+  return f"{values} of {x.size} values differ in {flipped} bits; by at most {absolute:.3g}, relative {relative:.3g}"
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -19,6 +19,7 @@ import time
 
 from trainer.config import ConfigError, load
 from trainer.config.keys import is_answered
+from trainer.observe import screen
 from trainer.report.compare import compare
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
@@ -94,4 +95,4 @@ def _compare(directory: str) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

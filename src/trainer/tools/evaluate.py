@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 
 import trainer
 from trainer import cluster
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -63,4 +63,4 @@ def _score(place: str, tasks: str, include_path: str) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

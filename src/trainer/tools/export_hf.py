@@ -8,10 +8,10 @@ others read it. Every tensor keeps its type unless --dtype names another.
 from __future__ import annotations
 
 import argparse
-import sys
 
 import trainer
 from trainer import cluster
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -31,4 +31,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -22,6 +22,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.keys import accepted, convert, resolve
 from trainer.config.load import load
 from trainer.config.schema import ACTIVATIONS
+from trainer.observe import screen
 
 _FAMILIES = {"llama2": "llama", "qwen3": "qwen3", "qwen3_moe": "qwen3"}  # decoder_block: how names of its models begin
 _PARENT = "base.yml"  # MaxText's defaults; the file of the same name here has ours
@@ -119,4 +120,4 @@ def _check(kept: str) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

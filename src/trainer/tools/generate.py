@@ -16,6 +16,7 @@ from pathlib import Path
 import trainer
 from trainer import cluster
 from trainer.config.option_types import real, whole
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -122,4 +123,4 @@ def _line() -> str | None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

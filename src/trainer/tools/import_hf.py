@@ -7,10 +7,10 @@ DIR: config.json and safetensors of a Qwen3, Qwen3-MoE or Llama, local, gs:// or
 from __future__ import annotations
 
 import argparse
-import sys
 
 import trainer
 from trainer import cluster
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -29,4 +29,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

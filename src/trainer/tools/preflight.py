@@ -22,6 +22,7 @@ import time
 from trainer import cluster
 from trainer.config import load
 from trainer.config.keys import preflight_options
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 
@@ -45,4 +46,4 @@ def _run(arguments: list[str], started: float) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -11,7 +11,6 @@ import argparse
 import itertools
 import json
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +18,7 @@ from pathlib import Path
 import trainer
 from trainer import cluster
 from trainer.config.option_types import whole
+from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
 _HELD_OUT = 5  # one question of so many
@@ -119,4 +119,4 @@ def _score(path: Path, place: str) -> None:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -12,6 +12,7 @@ import sys
 
 from trainer.config.errors import ConfigError
 from trainer.config.option_types import real
+from trainer.observe import screen
 from trainer.report import compare, comparison_page, goodput, history, page
 
 
@@ -50,4 +51,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
-from trainer.observe import files
+from trainer.observe import files, screen
 from trainer.observe.metrics import METRICS_FILE, read_metrics
 from trainer.services import receipt
 from trainer.services.receipt import Line
@@ -84,7 +83,6 @@ def load(directory: str, key: str | None = None) -> Receipt:
   """The receipt of a run. key: that must have signed it. Raises ConfigError if there is none."""
   directory = os.path.expanduser(directory).rstrip("/")
   files.check_address(directory)
-  public = receipt.public_key(key) if key else None
   try:
     raw = list(receipt.read(directory))
   except (FileNotFoundError, NotADirectoryError):
@@ -97,9 +95,7 @@ def load(directory: str, key: str | None = None) -> Receipt:
   if not raw[-1].endswith(b"\n") and len(raw) > 1:
     print(f"The last line of {receipt.FILE} is cut. The next start of the run removes it.")
     del raw[-1]
-  lines, wrong = receipt.check(raw, public)
-  if public is None and lines and "public_key" in lines[0]:
-    lines, wrong = receipt.check(raw, receipt.public_key(lines[0]["public_key"]))
+  lines, wrong = receipt.check(raw, receipt.public_key(key) if key else None)
   return Receipt(directory, lines, wrong, {line["step"]: line for line in lines if "step" in line})
 
 
@@ -168,13 +164,10 @@ def _checkpoints(found: Receipt) -> Iterator[str]:
 
 
 def _different(a: Mapping[str, str], b: Mapping[str, str]) -> str:
-  """The first array that differs, and how many do; "": none."""
-  names = [name for name in sorted({**a, **b}, key=_order) if a.get(name) != b.get(name)]
-  return f"{names[0]} ({len(names)} of {len({**a, **b})} arrays)" if names else ""
-
-
-def _order(name: str) -> tuple[bool, str]:
-  return not name.startswith("params."), name
+  """The first array that differs, weights first, and how many do; "": none."""
+  names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
+  first = min(names, key=lambda name: (not name.startswith("params."), name), default="")
+  return first and f"{first} ({len(names)} of {len({**a, **b})} arrays)"
 
 
 def _number(value: str | None) -> str:
@@ -184,36 +177,35 @@ def _number(value: str | None) -> str:
   return f"{np.uint32(int(value, 16)).view(np.float32):.9g} (bits {value})"
 
 
+def _difference(who: str, step: int, a: Line, b: Line) -> list[str]:
+  """What differs between the lines a and b of a step, in what both have; []: nothing. who: both runs, in words."""
+  names = [name for name in _COMPARED if a.get(name) and b.get(name) and a[name] != b[name]]
+  where = _different(a["state"], b["state"]) if "state" in a and "state" in b else ""
+  if not names and not where:
+    return []
+  found = [f"{who} differ first at step {step}: {', '.join([*names, *(['state'] if where else [])])}."]
+  for name in names:
+    shown = [line[name] if name in ("examples", "weights") else _number(line[name]) for line in (a, b)]
+    found.append(f"  {name}: {shown[0]} and {shown[1]}")
+  return found + ([f"  state: first in {where}"] if where else [])
+
+
 def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
   """What differs first between the run and its replay. Prints what was compared."""
   largest, exact, inexact, states = 0.0, 0, 0, 0
-  promised = True
+  who = "The run and its replay"
   for step, here in sorted(again.lines.items()):
     line = lines[step]
-    promised = promised and again.is_exact(line)
-    if line["examples"] and line["examples"] != here["examples"]:
-      return [f"step {step}: the examples differ"]
-    if not promised:
+    if inexact or not again.is_exact(line):  # after a step with other bits, no later one has the same
       inexact += 1
       gap = _gap(line["loss"], here["loss"])
       largest = max(largest, gap)
-      if gap > again.tolerance:
-        return [
-          f"step {step}: loss {_number(line['loss'])} in the run, {_number(here['loss'])} here: relative {gap:.3g}"
-        ]
+      if gap > again.tolerance or (line["examples"] and line["examples"] != here["examples"]):
+        return [*_difference(who, step, line, here), f"  the losses differ by {gap:.3g} relative to the larger one"]
       continue
-    if names := [name for name in _COMPARED if name in line and line[name] != here.get(name)]:
-      state = next(
-        (f"; {where}" for later in range(step - 1, max(again.lines) + 1) if (where := _state(lines, again, later))), ""
-      )
-      return [
-        f"step {step}: {names[0]} differs: {_number(line[names[0]])} in the run, {_number(here[names[0]])} here{state}"
-      ]
-    exact += 1
-    if "state" in line:
-      states += 1
-      if where := _state(lines, again, step):
-        return [where]
+    exact, states = exact + 1, states + ("state" in line)
+    if found := _difference(who, step, line, here):
+      return found + _state_after(lines, again, step)
   if exact:
     print(
       f"Replay: {exact} steps have the same bits: examples, loss, gradient norm, and the state at {states} of them."
@@ -227,11 +219,11 @@ def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
   return []
 
 
-def _state(lines: Mapping[int, Line], again: Replay, step: int) -> str:
-  """How the state after `step` differs from the one that was computed again; "": it does not, or is not recorded."""
-  ours, theirs = lines.get(step, {}).get("state"), again.lines.get(step, {}).get("state")
-  wrong = _different(ours, theirs) if ours and theirs else ""
-  return wrong and f"step {step}: the state differs, first in {wrong}"
+def _state_after(lines: Mapping[int, Line], again: Replay, step: int) -> list[str]:
+  """Which array differs first in the next recorded state, if `step` has none; []: no array."""
+  recorded = min((s for s in again.lines if s >= step and "state" in lines[s]), default=step)
+  where = _different(lines[recorded]["state"], again.lines[recorded]["state"]) if recorded > step else ""
+  return [f"  the state of step {recorded}: first in {where}"] if where else []
 
 
 def _gap(a: str, b: str) -> float:
@@ -255,32 +247,18 @@ def against(a: Receipt, b: Receipt, interval: str | None, keys: Sequence[str]) -
   equal_state = 0
   for step in common:
     left, right = ours[step], theirs[step]
-    names = [name for name in _COMPARED if name in left and name in right and left[name] != right[name]]
-    states = left.get("state"), right.get("state")
-    where = _different(*states) if states[0] and states[1] else ""  # type: ignore[arg-type]
-    if names or where:
-      return list(_first_difference(step, names, where, (left, right), equal_state))
-    equal_state = step if states[0] and states[1] else equal_state
+    if found := _difference("The runs", step, left, right):
+      if left["examples"] == right["examples"] and equal_state < step - 1:
+        found.append(
+          f"  The states after step {equal_state} are equal, and those of the steps after it are not recorded. To find "
+          f"the step at which they become different, add --replay {equal_state + 1}:{step}."
+        )
+      return found
+    if "state" in left and "state" in right:
+      equal_state = step
   print(f"The runs are equal in all {len(common)} steps that both have.")
   return []
 
 
-def _first_difference(
-  step: int, names: Sequence[str], where: str, lines: tuple[Line, Line], equal_state: int
-) -> Iterator[str]:
-  what = ", ".join([*names, *(["state"] if where else [])])
-  yield f"The runs differ first at step {step}: {what}."
-  for name in names:
-    shown = [str(line[name]) if name in ("examples", "weights") else _number(line[name]) for line in lines]
-    yield f"  {name}: {shown[0]} and {shown[1]}"
-  if where:
-    yield f"  state: first in {where}"
-  if "examples" not in names and equal_state < step - 1:
-    yield (
-      f"  The states after step {equal_state} are equal, and those of the steps after it are not recorded. To find the "
-      f"step at which they become different, add --replay {equal_state + 1}:{step}."
-    )
-
-
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.option_types import positive, whole
-from trainer.observe import files
+from trainer.observe import files, screen
 from trainer.report import live, markup
 from trainer.report.exporter import Exporter
 from trainer.report.live import LivePage
@@ -170,4 +170,4 @@ def open_server(page: LivePage, port: int | None) -> Server:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

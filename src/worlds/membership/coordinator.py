@@ -309,7 +309,8 @@ class Coordinator(Epochs):
     self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
-    self._told, self.witness = Told(), Witness(agreed=self.witness.agreed)
+    self._told = Told()
+    self.witness = Witness(agreed=self.witness.agreed, numerics=self.witness.numerics)
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].has(-1, holds=False)

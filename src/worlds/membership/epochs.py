@@ -13,7 +13,7 @@ from worlds.membership.failures import BAD_INPUT, FAILED, Failures
 from worlds.membership.messages import message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
-from worlds.membership.witness import Sums, Witness, alarm_line, kinds
+from worlds.membership.witness import Sums, Witness, alarm_line
 
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier
 _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that others cannot reach; doubled each time
@@ -29,7 +29,6 @@ class Member:
   holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
   where: str = ""  # its host and devices
-  numerics: str = ""  # what the bits of its sums depend on; "": there is no witness
   reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
 
   @property
@@ -109,7 +108,6 @@ class Epochs:
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealing = Dealing(rules)
     self.witness = Witness()
-    self._unlike: dict[int, int] = {}  # see witness.kinds
     self._told = Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
@@ -197,9 +195,9 @@ class Epochs:
       self._members[member].was_active = True
       self._members[member].reports.clear()  # of the epoch before
     self._dealing.deal(self.active, keeps)
-    before = self._tell_of_witness()
-    if self.code is not None:
-      return before
+    self.witness.begin_epoch(self.active)
+    check = self.witness.check(self.epoch)
+    before = [Send(member, check) for member in sorted(self.active)] if check else []
     return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source)]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
@@ -219,10 +217,21 @@ class Epochs:
   # ---- the witness
 
   def device(self, member: int, where: str, numerics: str) -> Effects:
-    """`member` takes part in the witness."""
-    if member in self._members:
-      self._members[member].where, self._members[member].numerics = where, numerics
-    return []
+    """`member` takes part in the witness. Refuses the run if its members cannot compute the same bits, and once it
+    trains, only the member that is unlike the others."""
+    found = self._members.get(member)
+    if found is None or self.code is not None:
+      return []
+    found.where = where
+    if self.witness.is_alike(numerics):
+      return []
+    reason = (
+      f"witness_period: slice {member} does not compute the bits of the others: it has {numerics}, and they have "
+      f"{self.witness.numerics}.\nUse equal chips and versions, or witness_period=0."
+    )
+    if not self.committed:
+      return self.end(BAD_INPUT, reason)
+    return [Note(reason), Send(member, message("end", code=BAD_INPUT, reason=reason))]
 
   def witnessed(self, member: int, epoch: int, sums: Sums) -> Effects:
     """`member` has computed the share of the witness. Its `done` follows."""
@@ -230,25 +239,9 @@ class Epochs:
       self.witness.computed(member, sums)
     return []
 
-  def _tell_of_witness(self) -> Effects:
-    """What members must know of the witness before the `world` of this epoch. Ends a run that cannot have one."""
-    self.witness.begin_epoch(self.active)
-    numerics = {member: text for member in sorted(self.active) if (text := self._members[member].numerics)}
-    before, self._unlike = self._unlike, kinds(numerics)
-    each = "; ".join(f"slice {member}: {text}" for member, text in numerics.items())
-    if not self.committed and len(set(numerics.values())) == len(numerics) > 1:
-      remedy = "Use equal chips and versions, or witness_period=0."
-      return self.end(BAD_INPUT, f"witness_period: no two slices compute the same bits ({each}).\n{remedy}")
-    notes: Effects = []
-    if self._unlike.items() - before.items():
-      notes = [Note(f"warning: the witness compares only slices of one kind, and there are several: {each}.")]
-    check = self.witness.check(self.epoch, self._unlike)
-    return notes + ([Send(member, check) for member in sorted(self.active)] if check else [])
-
   def _compared(self) -> tuple[Effects, bool]:
     """What follows from the sums of the witness, and whether the round is committed."""
-    kind = next((self._unlike.get(member, 0) for member in self.witness.sums), 0)
-    found = self.witness.verdict(self.epoch, [m for m in self.active if self._unlike.get(m, 0) == kind])
+    found = self.witness.verdict(self.epoch, self.active)
     if found.kind == "equal":
       return [], True
     if found.kind in ("ask", "again"):
@@ -258,12 +251,15 @@ class Epochs:
     where = {str(member): self._members[member].where for member in found.members}
     agreed = {str(member): self.witness.agreed[member] for member in found.members if member in self.witness.agreed}
     fields = {"members": list(found.members), "where": where, "agreed": agreed, "arrays": dict(found.arrays)}
-    told = message("alarm", outcome=found.kind, round=self._round, **fields)
+    if found.kind == "removed" and self.primary in found.members:
+      self.primary = min(self.live - set(found.members))  # it records the alarm
+    told = message("alarm", outcome=found.kind, round=self._round, primary=self.primary, **fields)
     line = alarm_line(told)
-    effects: Effects = [Note(line), *(Send(member, told) for member in sorted(self.active))]
+    effects: Effects = [Send(member, told) for member in sorted(self.active)]
     if found.kind == "undecided":
-      effects += self.end(FAILED, line)
-    elif found.kind == "removed":
+      return effects + self.end(FAILED, line), False
+    effects.append(Note(line))
+    if found.kind == "removed":
       self.failures.bar(found.members, line)
       effects += [Kill(member, f"it has computed wrong sums of {self._round!r}", 0.0) for member in found.members]
     return effects, found.kind == "transient"

@@ -67,13 +67,22 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts. So what a loss sends to all grows
   # with their number.
   "world": {**_WORLD, "fresh": list, "source": int},
-  # Before the `world` of the same epoch, if a witness does not just do as drawn. unlike: `witness.kinds`. asked: who
-  # computes the share of the witness; []: as drawn. since: sums of epochs before this one are computed again.
-  "check": {"epoch": int, "unlike": dict, "asked": list, "since": int},
+  # Before the `world` of the same epoch, if a witness does not just do as drawn. asked: who computes the share of the
+  # witness; []: as drawn. since: sums of epochs before this one are computed again.
+  "check": {"epoch": int, "asked": list, "since": int},
   # The sums of a share have differed. outcome: "removed": `members` are wrong and taken out; "transient": all computed
   # again and agree; "undecided": the run ends. where: {member: its host and devices}. agreed: {member: the last
-  # round in which its sums did not differ}. arrays: {array: how many bits, at least}.
-  "alarm": {"outcome": str, "round": str, "members": list, "where": dict, "agreed": dict, "arrays": dict},
+  # round in which its sums did not differ}. arrays: {array: how many bits, at least}. primary: writes the records from
+  # here on.
+  "alarm": {
+    "outcome": str,
+    "round": str,
+    "members": list,
+    "where": dict,
+    "agreed": dict,
+    "arrays": dict,
+    "primary": int,
+  },
   # As `world`, but there are too few members to go on: wait for the next `world`.
   "hold": _WORLD,
   # No member is known to have the state: answer with `ready`. A member that has received the state at the last moment

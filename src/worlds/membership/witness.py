@@ -26,10 +26,9 @@ class Drawn(NamedTuple):
   members: tuple[int, ...]
 
 
-def draw(seed: int, check: int, dealt: Mapping[int, Sequence[int]], unlike: Mapping[int, int]) -> Drawn:
+def draw(seed: int, check: int, dealt: Mapping[int, Sequence[int]]) -> Drawn:
   """Returns what check number `check` of a run compares. Of as many checks in a row as there are shares, from a
-  multiple of their number on, each compares another share. dealt: {member: shares}. unlike: see `kinds`; the second
-  member is of the owner's kind."""
+  multiple of their number on, each compares another share. dealt: {member: shares}."""
   shares = sum(map(len, dealt.values()))
   cycle, place = divmod(check, shares)
   first, stride = _number(shares, seed, cycle, "first"), _number(shares, seed, cycle, "stride")
@@ -37,22 +36,14 @@ def draw(seed: int, check: int, dealt: Mapping[int, Sequence[int]], unlike: Mapp
     stride += 1
   share = (first + place * stride) % shares
   owner = next(member for member, own in dealt.items() if share in own)
-  alike = sorted(m for m in dealt if m != owner and unlike.get(m, 0) == unlike.get(owner, 0))
-  second = (alike[_number(len(alike), seed, check, "second")],) if alike else ()
+  others = sorted(dealt.keys() - {owner})
+  second = (others[_number(len(others), seed, check, "second")],) if others else ()
   return Drawn(share, (owner, *second))
 
 
 def _number(count: int, *what: object) -> int:
   """A number below `count` that follows from `what`, in every process and version of Python alike."""
   return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little") % count
-
-
-def kinds(numerics: Mapping[int, str]) -> dict[int, int]:
-  """{member: the number of its kind}, for all members but those of the largest kind, 0. numerics: {member: what the
-  bits of its sums depend on}."""
-  counts = Counter(numerics.values())
-  ordered = sorted(counts, key=lambda text: (-counts[text], text))
-  return {member: ordered.index(text) for member, text in numerics.items() if text != ordered[0]}
 
 
 class Verdict(NamedTuple):
@@ -80,6 +71,12 @@ class Witness:
   differ: Mapping[str, int] = dataclasses.field(default_factory=dict)  # arrays, as in `Verdict`, of this round
   # {member: the last round in which its sums were compared and equal}
   agreed: dict[int, str] = dataclasses.field(default_factory=dict)
+  numerics: str = ""  # what the bits of the members' sums depend on; "": not known yet
+
+  def is_alike(self, numerics: str) -> bool:
+    """Whether a member with these numerics computes the bits of the others. The first member sets them."""
+    self.numerics = self.numerics or numerics
+    return numerics == self.numerics
 
   def computed(self, member: int, sums: Sums) -> None:
     """`member` has computed the share."""
@@ -96,15 +93,14 @@ class Witness:
       self.agreed |= dict.fromkeys(self.sums, round_name)
     self.sums, self.asked, self.since, self.before, self.differ = {}, [], 0, {}, {}
 
-  def check(self, epoch: int, unlike: Mapping[int, int]) -> Message | None:
-    """What members must know before this epoch; None: they draw, and all are alike."""
-    if not (self.asked or self.since or unlike):
+  def check(self, epoch: int) -> Message | None:
+    """What members must know before this epoch; None: they draw."""
+    if not (self.asked or self.since):
       return None
-    kinds = {str(member): kind for member, kind in unlike.items()}
-    return message("check", epoch=epoch, unlike=kinds, asked=self.asked, since=self.since)
+    return message("check", epoch=epoch, asked=self.asked, since=self.since)
 
-  def verdict(self, epoch: int, alike: Collection[int]) -> Verdict:
-    """What follows from the sums, for the epochs after `epoch`. alike: members that would compute the same bits."""
+  def verdict(self, epoch: int, active: Collection[int]) -> Verdict:
+    """What follows from the sums, for the epochs after `epoch`. active: members that can compute the share."""
     found = {member: json.dumps(sums, sort_keys=True) for member, sums in self.sums.items()}
     counts = Counter(found.values()).most_common()
     suspect = self._is_suspect()
@@ -117,7 +113,7 @@ class Witness:
       self.differ = _difference(self.sums[odd[0]], self.sums[right])
       if number > next_number:
         return Verdict("removed", odd, self.differ)
-    if more := sorted(set(alike) - found.keys())[:1]:
+    if more := sorted(set(active) - found.keys())[:1]:
       self.asked = sorted({*found, *more})
       return Verdict("ask", tuple(more), self.differ)
     if self.before or suspect:

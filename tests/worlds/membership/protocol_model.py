@@ -205,8 +205,8 @@ class Model:
     """The member computes the share of the witness, if it is drawn or asked, or owns the share now."""
     assert member.world is not None
     dealt = {int(i): from_ranges(ranges) for i, ranges in member.world["ranges"].items()}
-    check = member.check if member.check.get("epoch") == epoch else {"asked": [], "unlike": {}, "since": 0}
-    drawn = draw(1, member.step, dealt, {int(i): kind for i, kind in check["unlike"].items()})
+    check = member.check if member.check.get("epoch") == epoch else {"asked": [], "since": 0}
+    drawn = draw(1, member.step, dealt)
     if member.id not in (check["asked"] or drawn.members) and drawn.share not in dealt[member.id]:
       return
     step = int(member.round.split()[1])
@@ -233,6 +233,7 @@ class Model:
       member.check = received
     elif kind == "alarm":
       self.alarms.append(received)
+      assert received["outcome"] != "removed" or received["primary"] not in received["members"], received
     elif kind in ("world", "hold"):
       before, member.world = member.world or {"epoch": 0, "members": {}, "ranges": {}}, dict(received)
       assert received["base"] in (0, before["epoch"]), (received, before)

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
-from worlds.membership.effects import Note, Send
+from worlds.membership.effects import Send
 from worlds.membership.failures import Failures
 from worlds.membership.rules import RunRules
-from worlds.membership.witness import Witness, draw, kinds
+from worlds.membership.witness import Witness, draw
 
 RIGHT, WRONG, OTHER = {"w": [7, 3], "b": [1, 1]}, {"w": [9, 5], "b": [1, 1]}, {"w": [8, 4], "b": [1, 1]}
 
@@ -21,19 +21,9 @@ RIGHT, WRONG, OTHER = {"w": [7, 3], "b": [1, 1]}, {"w": [9, 5], "b": [1, 1]}, {"
 def test_every_share_is_compared_once_in_as_many_checks_as_there_are_shares(members, group, seed, cycle):
   shares = members * group
   dealt = deal(shares, range(members), group)
-  drawn = [draw(seed, check, dealt, {}) for check in range(cycle * shares, (cycle + 1) * shares)]
+  drawn = [draw(seed, check, dealt) for check in range(cycle * shares, (cycle + 1) * shares)]
   assert sorted(one.share for one in drawn) == list(range(shares))
   assert all(one.share in dealt[one.members[0]] and len(set(one.members)) == 2 for one in drawn)
-
-
-def test_only_members_of_one_kind_are_compared():
-  unlike = kinds({0: "v5p", 1: "v6e", 2: "v5p", 3: "v6e", 4: "v5p", 5: "v7"})
-  assert unlike == {1: 1, 3: 1, 5: 2}
-  dealt = deal(12, range(6), 2)
-  for check in range(60):
-    members = draw(0, check, dealt, unlike).members
-    assert len(members) == (1 if members[0] == 5 else 2)
-    assert len({unlike.get(member, 0) for member in members}) == 1
 
 
 @pytest.mark.parametrize(
@@ -82,20 +72,36 @@ def start(*numerics: str) -> tuple[Coordinator, list]:
   effects: list = []
   for member, text in enumerate(numerics):
     run.hello(member, 0, 1, f"address-{member}")
-    run.device(member, f"host {member}", text)
+    effects += run.device(member, f"host {member}", text)
     effects += run.ready(member, 0, 0)
   return run, effects + run.restored(0, 0, run.epoch, 0)
 
 
-def test_a_run_whose_slices_are_all_unlike_is_refused_and_others_are_told():
-  run, effects = start("v5p", "v6e")
+def test_slices_that_are_unlike_are_refused():
+  run, effects = start("v5p", "v5p", "v6e")
   (line,) = {effect.message["reason"] for effect in effects if isinstance(effect, Send) and "reason" in effect.message}
-  assert run.code == 2 and "slice 0: v5p; slice 1: v6e" in line and "witness_period=0" in line
-  run, effects = start("v5p", "v6e", "v5p")
-  (note,) = [effect.text for effect in effects if isinstance(effect, Note)]
-  assert run.phase == "running" and note.startswith("warning: the witness compares only slices of one kind")
-  checks = [effect.message for effect in effects if isinstance(effect, Send) and effect.message["kind"] == "check"]
-  assert len(checks) == 3 and all(check["unlike"] == {"1": 1} for check in checks)
+  assert (
+    run.code == 2
+    and "slice 2 does not compute the bits of the others: it has v6e, and they have v5p" in line
+    and "witness_period=0" in line
+  )
+  run, _ = start("v5p", "v5p")
+  run.done(0, 0, run.epoch, "step 1", 0)
+  run.done(1, 0, run.epoch, "step 1", 0)
+  run.hello(2, 0, 1, "address-2")
+  _, refusal = run.device(2, "host 2", "v6e")  # it would join a run that trains
+  assert (refusal.member, refusal.message["kind"], refusal.message["code"]) == (2, "end", 2) and run.phase == "running"
+
+
+def test_the_alarm_of_a_wrong_primary_reaches_the_next_primary():
+  run, _ = start("chip", "chip", "chip")
+  for member in range(3):
+    run.witnessed(member, run.epoch, WRONG if member == 0 else RIGHT)
+    effects = run.done(member, 0, run.epoch, "step 1", 0)
+  alarms = [effect.message for effect in effects if isinstance(effect, Send)]
+  assert [(one["kind"], one["primary"], one["members"]) for one in alarms] == [("alarm", 1, [0])] * 3
+  run.lost(0, "wrong")
+  assert run.primary == 1
 
 
 def test_a_member_with_wrong_sums_is_refused_when_it_returns_and_never_started():

@@ -22,6 +22,7 @@ from trainer.config import ConfigError
 from trainer.config.errors import require
 from trainer.launch.manifest import checks, contents, options, text
 from trainer.launch.manifest.plan import resolve
+from trainer.observe import screen
 
 
 def render(arguments: list[str]) -> str:
@@ -47,4 +48,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

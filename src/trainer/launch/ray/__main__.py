@@ -15,6 +15,7 @@ import sys
 from trainer.config import Config, ConfigError, faults, load
 from trainer.config.option_types import whole
 from trainer.launch.keys import of_ray, refuse_other, require
+from trainer.observe import screen
 from worlds.supervisor import BAD_INPUT
 
 
@@ -98,4 +99,5 @@ def _check_config(config: Config, options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
+  screen.protect()
   sys.exit(main())

@@ -32,6 +32,7 @@ import sys
 from input_pipeline.workers import WorkerLost, cores
 from trainer.config import ConfigError, load
 from trainer.config.option_types import real, whole
+from trainer.observe import screen
 from trainer.tools.tokenize import on_ray, run
 
 
@@ -79,4 +80,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-  sys.exit(main())
+  screen.command(main)

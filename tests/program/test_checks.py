@@ -58,6 +58,7 @@ def test_a_flip_of_each_array_is_found_and_named_and_one_bit_is_counted(compared
 def each_flipped(tree: Any, bit: int) -> Iterator[tuple[str, Any]]:
   """(name, the tree with one bit of this array flipped), for each array."""
   leaves, structure = jax.tree.flatten(tree)
+  flips = lambda: Flips([Fault("flip_weight", 1, 0, bit=bit)], state_tree.flatten)
   for index, name in enumerate(state_tree.flatten(tree)):
-    (flipped,) = Flips([Fault("flip_weight", 1, 0, bit=bit)])([leaves[index]])
+    (flipped,) = flips()([leaves[index]])
     yield name, jax.tree.unflatten(structure, [*leaves[:index], flipped, *leaves[index + 1 :]])

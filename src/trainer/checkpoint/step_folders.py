@@ -343,8 +343,8 @@ def _half_deleted(path: Any) -> bool:
 
 
 def _rmtree(path: Any) -> None:
-  """Removes a folder, with the mark of its deletion last: what a kill leaves is half deleted, and not damaged."""
-  for child in path.iterdir():
+  """Removes a folder, the mark of its deletion last: what a kill leaves is half deleted, and not damaged."""
+  for child in path.iterdir() if (path / DELETED).exists() else ():
     if child.name != DELETED:
       child.rmtree() if child.is_dir() and not os.path.islink(child) else child.unlink()
   path.rmtree()

@@ -127,8 +127,11 @@ def play(run: ProcessRun, output: str, faults: Sequence[Fault], seed: int, happe
       run.output = Path("/dev/full")
     hit: Counter[int] = Counter()
     broken = _play(run, cut, faults, seed, happened, hit)
-  lost = Counter(member for event in run.events("slice_down") for member in event["slice"])
-  return broken + [f"member {member} is lost {times} times too often" for member, times in (lost - hit).items()]
+  losses = [(member, event["error"]) for event in run.events("slice_down") for member in event["slice"]]
+  for member, times in (Counter(member for member, _ in losses) - hit).items():
+    reasons = [reason for one, reason in losses if one == member]
+    broken.append(f"member {member} is lost {times} times too often: {reasons}")
+  return broken
 
 
 def _play(

@@ -87,7 +87,7 @@ def _numbers(
   each = shares / sum(speeds.values())
   numbers = {member: max(least[member], int(each * speed + 1e-9)) for member, speed in speeds.items()}
   for _ in range(sum(numbers.values()) - shares):  # what members have more than their speed allows
-    late = max(numbers, key=lambda member: (numbers[member] > least[member], numbers[member] / speeds[member]))
+    late = max(numbers, key=lambda m: (numbers[m] > least[m], numbers[m] > 1, numbers[m] / speeds[m]))
     numbers[late] -= 1
   ends = [((number + 1) / speeds[member], -have[member], member) for member, number in numbers.items()]
   heapq.heapify(ends)

@@ -333,3 +333,9 @@ def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
     dealt = sorted(share for ranges in run._told.ranges.values() for share in from_ranges(ranges))
     assert dealt == list(range(1000))
   assert 100 < max(counts) <= 200 and counts.count(len(run.active)) < 10
+
+
+def test_a_slow_member_that_returns_gets_a_share_though_the_others_keep_theirs():
+  """Found by a history of real processes: it had no share, and ended with a traceback in its first sum."""
+  dealt = deal(3, [0, 1, 2], 1, {1: [0, 1], 2: [2]}, {0: 0.05}, keeps=True)
+  assert sorted(map(len, dealt.values())) == [1, 1, 1] and dealt[2] == [2]

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.hf_folders import TINY, random_params, relative
+from tests.support.hf_folders import TINY, losses_and_gradients, random_params, relative
 from tests.support.seeds import few
 
 from trainer.config.schema import ModelSection
@@ -112,7 +112,6 @@ def test_logits_and_gradients(name):
   params = random_params(cfg)
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
-  positions = np.broadcast_to(np.arange(T), inputs.shape)
 
   theirs = oracle(cfg)
   theirs.load_state_dict({key: torch.from_numpy(value).double() for key, value in to_theirs(params, cfg).items()})
@@ -124,19 +123,7 @@ def test_logits_and_gradients(name):
   chosen = [torch.topk(logits, cfg.num_experts_per_tok).indices.flatten().numpy() for logits in output.router_logits]
   load = np.bincount(np.concatenate(chosen), minlength=cfg.num_experts) / (layers * inputs.size)
 
-  @jax.jit
-  def run(params):
-    def sum_of_losses(params):
-      logits = model.merge(params).logits(
-        jnp.asarray(inputs), jnp.asarray(positions), jnp.ones(inputs.shape, jnp.int32)
-      )
-      log_probs = jax.nn.log_softmax(logits)
-      return -jnp.sum(jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)), logits
-
-    (value, logits), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(params)
-    return value, logits, grads
-
-  value, logits, grads = run(with_loads(params, load.astype(np.float32)))
+  value, logits, grads = losses_and_gradients(model, with_loads(params, load.astype(np.float32)), inputs, targets)
   assert relative(np.asarray(logits), output.logits.detach().numpy()) < 1e-5
   assert abs(float(value) / inputs.size - loss.item()) < 1e-5 * loss.item()
   ours = to_theirs(jax.tree.map(lambda grad: grad / inputs.size, grads), cfg)

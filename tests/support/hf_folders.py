@@ -142,6 +142,26 @@ def relative(ours: np.ndarray, theirs: np.ndarray) -> float:
   return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
+def losses_and_gradients(
+  decoder: DecoderFunctions, params: Params, inputs: np.ndarray, targets: np.ndarray
+) -> tuple[jax.Array, jax.Array, Params]:
+  """(the sum of the cross-entropies, logits [B, T, V], gradients of the sum). inputs, targets: [B, T]; a row is one
+  document."""
+  positions = jnp.asarray(np.broadcast_to(np.arange(inputs.shape[1]), inputs.shape))
+
+  @jax.jit
+  def run(params: Params) -> tuple[jax.Array, jax.Array, Params]:
+    def sum_of_losses(params: Params) -> tuple[jax.Array, jax.Array]:
+      logits = decoder.merge(params).logits(jnp.asarray(inputs), positions, jnp.ones(inputs.shape, jnp.int32))
+      log_probs = jax.nn.log_softmax(logits)
+      return -jnp.sum(jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)), logits
+
+    (value, logits), grads = jax.value_and_grad(sum_of_losses, has_aux=True)(params)
+    return value, logits, grads
+
+  return run(params)
+
+
 def to_hugging_face(params: Params, cfg: ModelSection) -> dict[str, np.ndarray]:
   """The weights under Hugging Face's names and in its layouts."""
   from trainer.weights import names  # here: tests of the core draw their weights with this module

@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.support.hf_folders import MODELS, random_params, relative, to_hugging_face, transformers_config
+from tests.support.hf_folders import (
+  MODELS,
+  losses_and_gradients,
+  random_params,
+  relative,
+  to_hugging_face,
+  transformers_config,
+)
 from tests.support.hf_folders import model as config
 from tests.support.seeds import few
 
@@ -48,7 +55,6 @@ def test_logits_and_gradients(name, variant):
   params = random_params(cfg)
   tokens = np.random.default_rng(0).integers(0, cfg.vocab_size, (2, T + 1))
   inputs, targets = tokens[:, :-1], tokens[:, 1:]
-  positions = np.broadcast_to(np.arange(T), inputs.shape)
 
   theirs = oracle(cfg)
   weights = {key: torch.from_numpy(np.array(value)) for key, value in to_hugging_face(params, cfg).items()}
@@ -58,22 +64,10 @@ def test_logits_and_gradients(name, variant):
   loss = torch.nn.functional.cross_entropy(output.flatten(0, 1), torch.from_numpy(targets).flatten())
   loss.backward()
 
-  @jax.jit
-  def run(params):
-    def mean_loss(params):
-      logits = model.merge(params).logits(
-        jnp.asarray(inputs), jnp.asarray(positions), jnp.ones(inputs.shape, jnp.int32)
-      )
-      log_probs = jax.nn.log_softmax(logits)
-      return -jnp.mean(jnp.take_along_axis(log_probs, jnp.asarray(targets)[..., None], axis=-1)), logits
-
-    (value, logits), grads = jax.value_and_grad(mean_loss, has_aux=True)(params)
-    return value, logits, grads
-
-  value, logits, grads = run(params)
+  value, logits, grads = losses_and_gradients(model, params, inputs, targets)
   assert relative(np.asarray(logits), output.detach().numpy()) < 1e-4
-  assert abs(float(value) - loss.item()) < 1e-5 * loss.item()
-  ours = to_hugging_face(grads, cfg)
+  assert abs(float(value) / inputs.size - loss.item()) < 1e-5 * loss.item()
+  ours = to_hugging_face(jax.tree.map(lambda grad: grad / inputs.size, grads), cfg)
   for key, parameter in theirs.named_parameters():
     if key == "lm_head.weight" and cfg.logits_via_embedding:
       continue

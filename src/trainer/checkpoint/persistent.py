@@ -132,7 +132,7 @@ class Persistent(StepFolders):
       self._begin_to_write()
       for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
         if path.exists():
-          path.rmtree()
+          step_folders.remove_folder(path)
       if "://" not in str(self.directory):
         temporary.mkdir()
         temporary.rmdir()

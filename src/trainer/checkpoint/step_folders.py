@@ -134,7 +134,7 @@ class StepFolders:
       step, temporary, _ = path.name.partition(UNFINISHED)
       if _half_deleted(path):
         try:
-          _rmtree(path)
+          remove_folder(path)
         except OSError as error:
           self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
       elif STEP.fullmatch(step) and not self._committed(path.name):
@@ -186,7 +186,7 @@ class StepFolders:
       if "://" not in str(path) and (os.path.islink(path) or not os.path.isdir(path)):
         os.unlink(path)
       else:
-        _rmtree(path)
+        remove_folder(path)
     except OSError as error:
       self._log(f"{path} cannot be removed: {error}. Delete it.")
       return False
@@ -248,7 +248,7 @@ class StepFolders:
       return False
     (path / DELETED).write_text("being deleted by retention\n")
     (path / COMMIT).unlink(missing_ok=True)
-    _rmtree(path)
+    remove_folder(path)
     return True
 
   def set_aside(self, rejected: Mapping[str, str]) -> None:
@@ -342,7 +342,7 @@ def _half_deleted(path: Any) -> bool:
   return False
 
 
-def _rmtree(path: Any) -> None:
+def remove_folder(path: Any) -> None:
   """Removes a folder, the mark of its deletion last: what a kill leaves is half deleted, and not damaged."""
   for child in path.iterdir() if (path / DELETED).exists() else ():
     if child.name != DELETED:

@@ -87,7 +87,7 @@ def restart(directory: Path, number: int, cached: bool) -> dict[str, Any]:
     "wait_seconds": 0.0,
     "steps_lost": before - first["step"] + 1,
     "compilations": sum(
-      e.get("compilations", 0) for e in events if e["kind"] == "compile" and e["process"] != killed["process"]
+      e.get("compilations", 0) for e in events if e["kind"] == "compile" and killed["wall"] < e["wall"] < first["wall"]
     ),
   }
 

@@ -45,8 +45,7 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
       attempt = Attempt(config, session, elastic, view, survivors, stack, _driver)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
-      if start.tier not in ("none", "persistent"):
-        attempt.save_in_storage(start.step, start.state)
+      attempt.save_restored(start, None)
       return Outcome("preempted", start.step)
     session.ready(config, start.step)
     try:

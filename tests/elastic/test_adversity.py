@@ -92,8 +92,12 @@ def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run
   assert hang["step"] == hangs
   downs = [record for record in history.of_kind("recovery") if record["event"] == "slice_down"]
   assert sorted(record["slice"] for record in downs) == [[1], [2]]
-  (after_loss,) = [record for record in downs if record["step_before"] == lost]
-  assert after_loss["steps_lost"] == 0
+  assert [record["steps_lost"] for record in downs] == [0, 0]
+  for record, evaluation, found in zip(downs, history.of_kind("eval"), history.of_kind("slice_down"), strict=True):
+    passed = record["monotonic"] - found["monotonic"] + found["detect_seconds"]
+    assert record["seconds"] <= passed - evaluation["seconds"] + 1e-3, "the evaluation is a part of the recovery"
+  (saved,) = [save for save in history.of_kind("checkpoint_saved") if save["step"] == STEPS]
+  assert downs[-1]["monotonic"] < saved["monotonic"] - saved["seconds"]
 
 
 STARTS_OF_EVALUATIONS = (

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -14,6 +15,7 @@ from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
 from trainer.elastic import hang
 from trainer.elastic.elastic_run import ElasticRun, Outcome
+from trainer.elastic.recovery import RecoveryLog
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +67,69 @@ def test_degrade_and_grow_loses_nothing(undisturbed):
   (retry,) = [number for number, line in enumerate(lines) if line.startswith("Slice down event detected. Retrying.")]
   assert lines[retry].endswith(" Lost after step 6: slice 1 (the memory of a slice is lost).")
   assert lines[retry + 1] == "Elastic attempt 2 out of 10"
+
+
+def recovery_log():
+  """(a log of recoveries, its clock, its count of compilations, the records that it has written)."""
+  clock, counter, done = Clock(), types.SimpleNamespace(compilations=0), []
+  events = types.SimpleNamespace(emit=lambda kind, **fields: done.append(fields))
+  return RecoveryLog(events, types.SimpleNamespace(line=str), counter, 10, clock), clock, counter, done
+
+
+def test_other_work_between_a_restore_and_the_first_step_is_no_part_of_the_recovery():
+  """Such as an evaluation that is made up; but the time of one that fails is lost by the fault."""
+  recovery, clock, counter, done = recovery_log()
+  recovery.begin("slice_down", [1], clock(), step=3, alive=3)
+  clock.sleep(1)
+  recovery.restored(3, "snapshot", 0.5)
+  with pytest.raises(OSError), recovery.paused():
+    counter.compilations += 1
+    clock.sleep(20)
+    raise OSError
+  recovery.begin("slice_down", [2], clock() - 5, step=3, alive=2)
+  clock.sleep(2)
+  recovery.restored(3, "snapshot", 0.5)
+  with recovery.paused():
+    counter.compilations += 1
+    clock.sleep(100)
+  counter.compilations += 2
+  clock.sleep(4)
+  assert recovery.finish(alive=1) == 5 + 2 + 4
+  assert [record["seconds"] for record in done] == [1 + 20 + 2 + 4, 5 + 2 + 4]
+  assert [record["first_step_seconds"] for record in done] == [4, 4]
+  assert [record["compilations"] for record in done] == [2, 2]
+
+
+def test_an_evaluation_goes_on_after_a_loss_where_slices_are_processes():
+  recovery, clock, counter, done = recovery_log()
+  with recovery.paused():
+    counter.compilations += 1
+    clock.sleep(10)
+    recovery.begin("slice_down", [1], clock() - 0.5, step=3, alive=3)
+    recovery.restored(3, "memory", 0.0)
+    counter.compilations += 1
+    clock.sleep(50)
+  clock.sleep(3)
+  recovery.finish(alive=2)
+  assert (done[0]["seconds"], done[0]["first_step_seconds"], done[0]["compilations"]) == (3.5, 3, 0)
+
+
+def test_a_loss_after_an_evaluation_did_not_begin_before_its_end(undisturbed):
+  toy, clock = ToyRun(), Clock()
+  cluster, example = simulated_cluster(4, clock), toy.example
+
+  def evaluate_and_lose(step, rows):
+    if step == 7 and len(toy.restores) == 1:
+      with toy.elastic.evaluating():
+        clock.sleep(100)
+      cluster.lose(1)
+    return example(step, rows)
+
+  toy.example = evaluate_and_lose
+  train(toy, cluster=cluster, clock=clock)
+  same_run(toy, undisturbed)
+  (down,) = records(toy, "slice_down")
+  assert down["detect_seconds"] < 10
 
 
 def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):

@@ -24,6 +24,8 @@ def test_slices_with_a_wrong_state_and_wrong_sums_are_lost_and_stay_away(harness
   assert (second["outcome"], second["members"], second["round"]) == ("transient", [2], "step 8")
   assert second["agreed"] == {"2": "step 4"}, "equal states before step 8 prove nothing about sums"
   assert [event["slice"] for event in history.of_kind("slice_down")] == [[1]] and not history.of_kind("slice_up")
+  compiled = [event["what"] for event in history.of_kind("compile") if "witness" in event["what"]]
+  assert compiled == [f"witness on slice {slice_id}" for slice_id in range(3)]
   assert "opt_state.0.mu" in " ".join(first["arrays"]) or "opt_state.0.nu" in " ".join(first["arrays"])
 
 

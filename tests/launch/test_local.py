@@ -97,6 +97,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert run.printed.count(f"Starting member {second} again") >= 3
   assert members("slice_down") == sorted([first, second, 0, 1, 2])  # a slice that leaves in good order is not lost
   assert run.count("primary") >= 1
+  assert run.count("wait_slices") >= 1
   assert [event["times"] for event in run.events("member_failing") if event["member"] == second] == [2, 3]
   assert [event["fault"] for event in run.events("fault_injected")] == faults.split(", ")
   assert "Member 0 killed by SIGKILL" in run.printed and "Member 2 is ended: " in run.printed

@@ -133,6 +133,25 @@ def test_an_elastic_rewind(tmp_path):
   assert result["goodput_percent"] == pytest.approx(100 * 5 / 9.25, abs=0.01)
 
 
+def test_an_evaluation_that_fails_counts_as_detection_of_the_fault(tmp_path):
+  """One that succeeds counts as evaluation, and its compilation as compilation."""
+  life = Life(tmp_path, wall=0.0)
+  life.after(0, "run_start")
+  life.step(1)
+  life.after(0.5, "slice_down", slice=[1], step=1)
+  for fails in (True, False):
+    life.after(0, "attempt_end", step=1)
+    life.after(0, "attempt_start")
+    life.after(1, "restore", seconds=1, tier="snapshot", step=1)
+    life.after(0.25, "init_done", seconds=1.25, step=1)
+    if fails:
+      life.after(8, "slice_down", slice=[2], step=1)
+  life.after(3, "compile", seconds=3, what="evaluation on slices [0]")
+  life.after(2, "eval", seconds=5, step=1)
+  life.step(2)
+  assert seconds(tmp_path) == {"steps": 2.0, "detect": 8.5, "restore": 2.0, "init": 0.5, "compile": 3.0, "eval": 2.0}
+
+
 def test_a_restart_of_the_process(tmp_path):
   first = Life(tmp_path, wall=1000.0, monotonic=7.0)
   first.after(0, "run_start")

@@ -63,6 +63,7 @@ def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server, comp
   assert [record["eval_loss"] for record in found] == [record["eval_losses"]["near"] for record in found]
   assert "eval_losses" not in evaluations(alone)[0]
   assert "eval of far at step 2: loss" in run.printed and "Evaluation set far: " in run.printed
+  assert [event["what"] for event in run.events("compile")] == ["slices [0]", "evaluation on slices [0]"]
   assert found[-1]["eval_losses"]["far"] > found[-1]["eval_losses"]["near"] + 0.1
 
 

@@ -67,6 +67,7 @@ class ManyWorlds:
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._period = config.elastic.witness_period
+    self._waits_since: float | None = None  # on the clock of the elastic loop; None: enough members compute
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
     self.proof: dict[str, Any] = {}
@@ -96,7 +97,7 @@ class ManyWorlds:
     self._threads.callback(self._batches.close)
     self._peers.train(
       completed=lambda: self._step,
-      changed=lambda change: _record(self._elastic, change, self._step),
+      changed=self._changed,
       noticed=lambda notice: _record_notice(self._session, notice),
     )
     return start
@@ -235,6 +236,14 @@ class ManyWorlds:
     report, another member may be the primary."""
     self._session.metrics.settle()
     return checksum()
+
+  def _changed(self, change: Change) -> None:
+    """Records a change of the members, and how long the run has waited for enough of them."""
+    elastic = self._elastic
+    if self._waits_since is not None:
+      elastic.waited(elastic.clock() - self._waits_since, change.members)
+    _record(elastic, change, self._step)
+    self._waits_since = elastic.clock() if change.holds else None
 
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)

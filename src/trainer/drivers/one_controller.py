@@ -58,7 +58,7 @@ class OneController:
     if self._session.preemption.requested(start.step):
       return dataclasses.replace(start, stops=True)
     on_slices = functools.partial(self._session.cluster.on_slices, view=self._view)
-    self._compute_step, self._compute_losses = on_slices(self._compiled_step), on_slices(self._program.evaluate)
+    self._compute_step, self._compute_losses = on_slices(self._compiled_step), on_slices(self._evaluate)
     feed = Feed(self._session.data.train, self._program)
     self._batches = Prefetcher(feed, start.step, self._config.run.steps)
     self._threads.callback(self._batches.close)
@@ -72,6 +72,11 @@ class OneController:
       return
     with contextlib.suppress(StopRequested):  # `start` asks next
       self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
+
+  def _evaluate(self, *arguments: Any) -> LossSums:
+    """The sums of a batch. The first one of a view compiles: the start of a run does not wait for this."""
+    compiled = self._session.programs.evaluation(self._view, Program.compile_evaluation)
+    return compiled(*arguments)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, batch = next(self._batches)

@@ -56,7 +56,7 @@ class SliceWitness:
       opt_state = faults.flips("flip_optimizer", slice_id, flatten, devices)(state.opt_state)
       state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if period and n % period == 0 and self._view.num_alive > 1:
-      with self._session.watchdog.during("witness"):
+      with self._session.watchdog.during("witness"), self._elastic.recovery.paused():
         self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
     return state
 
@@ -81,15 +81,19 @@ class SliceWitness:
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""
-    compiled = self._session.programs.checks
-    if slice_id not in compiled:
-      config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
-      devices = self._session.cluster.slices[slice_id]
-      own = program.build(config, (devices,), 1, self._full.own)
-      sums = own.compile_share(adds=False)
-      compiled[slice_id] = own, sums, own.compile_checks(sums)
-    own, sums, checks = compiled[slice_id]
+    programs = self._session.programs
+    if slice_id not in programs.checks:
+      compile_now = functools.partial(self._compile, slice_id)
+      programs.checks[slice_id] = programs.recorded(f"witness on slice {slice_id}", compile_now)
+    own, sums, checks = programs.checks[slice_id]
     return Feed(self._session.data.train, own), sums, checks
+
+  def _compile(self, slice_id: int) -> tuple[Program, ShareSums, Checks]:
+    config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
+    devices = self._session.cluster.slices[slice_id]
+    own = program.build(config, (devices,), 1, self._full.own)
+    sums = own.compile_share(adds=False)
+    return own, sums, own.compile_checks(sums)
 
   def _state(self, slice_id: int, state: TrainState) -> Sums:
     _, _, checks = self._of(slice_id)

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -59,7 +60,7 @@ class StepClock:
   clock: Callable[[], float]
   last_step: int = 0  # completed in this process or before it
   current_step: int = 0  # under way; 0 before an attempt's first
-  last_sign_of_life: float = 0.0  # when the attempt began or last completed a step; a fault can have come no earlier
+  last_sign_of_life: float = 0.0  # when the attempt began or last completed work of all slices; no fault came earlier
   step_seconds: float = 0.0  # of the last completed step, without evaluations and saves; 0: no step was timed
   _first: bool = field(default=True)  # whether the attempt has completed no step yet
 
@@ -158,6 +159,24 @@ class ElasticRun:
       self.retries.start_at(step)
     self.recovery.restored(step, tier, seconds)
     self.reached("recovery" if self.recovery.under_way else "restore", step + 1)
+
+  @property
+  def fewest_slices(self) -> int:
+    """How many slices must be alive for a step."""
+    fewest = self.cfg.elastic_min_slice_count
+    return self.session.cluster.num_slices if fewest == -1 else fewest
+
+  def waited(self, seconds: float, alive: Collection[int]) -> None:
+    """The run has waited `seconds` for slices. alive: those that are alive now."""
+    self.recovery.waited(seconds)
+    self.session.events.emit("wait_slices", seconds=seconds, wanted=self.fewest_slices, alive=sorted(alive))
+
+  @contextlib.contextmanager
+  def evaluating(self) -> Iterator[None]:
+    """An evaluation on all slices is under way in the block."""
+    with self.recovery.paused():
+      yield
+    self.steps.last_sign_of_life = self.clock()
 
   def completed(self, step: int, seconds: float, alive: int) -> None:
     """`step` is done on `alive` slices in `seconds`, and its results are recorded."""

@@ -23,6 +23,7 @@ from trainer.observe.log import Log
 _NICENESS = 10
 
 P = TypeVar("P")
+X = TypeVar("X")
 
 
 def next_views(cluster: Cluster, view: View) -> list[View]:
@@ -33,10 +34,11 @@ def next_views(cluster: Cluster, view: View) -> list[View]:
 
 @dataclass
 class CachedProgram(Generic[P]):
-  """What is known of one set of slices: its program, and its compiled step (None: not compiled yet)."""
+  """What is known of one set of slices: its program, its compiled step and evaluation (None: not compiled yet)."""
 
   program: P
   step: Any = None
+  evaluation: Any = None
 
 
 class ProgramCache(Generic[P]):
@@ -72,12 +74,27 @@ class ProgramCache(Generic[P]):
       self._background.stop(wait_for=view)
     topology = self._topology(view)
     if topology.step is None:
-      before, start = self.counter.compilations, self._clock()
-      topology.step = self._compile(topology.program)
+      start = self._clock()
+      topology.step = self.recorded(f"slices {list(view.slices)}", lambda: self._compile(topology.program))
       self.compile_seconds = self._clock() - start
-      compilations = self.counter.compilations - before
-      self._emit(view, self.compile_seconds, background=False, cached=compilations == 0, compilations=compilations)
     return topology.step
+
+  def evaluation(self, view: View, compile_evaluation: Callable[[P], X]) -> X:
+    """The compiled evaluation of `view`: kept, or compiled now."""
+    topology = self._topology(view)
+    if topology.evaluation is None:
+      what = f"evaluation on slices {list(view.slices)}"
+      topology.evaluation = self.recorded(what, lambda: compile_evaluation(topology.program))
+    return topology.evaluation
+
+  def recorded(self, what: str, compile_now: Callable[[], X]) -> X:
+    """The result of compile_now(), for which the training loop waits: the time is not that of a step or evaluation."""
+    before, start = self.counter.compilations, self._clock()
+    compiled = compile_now()
+    seconds, compilations = self._clock() - start, self.counter.compilations - before
+    fields = {"background": False, "cached": compilations == 0, "compilations": compilations}
+    self._events.emit("compile", what=what, seconds=seconds, **fields)
+    return compiled
 
   def has_step(self, slices: Iterable[int]) -> bool:
     """Whether the step for exactly these slices is compiled."""
@@ -87,7 +104,7 @@ class ProgramCache(Generic[P]):
   def forget_steps(self) -> None:
     """Drops all compiled steps, for the case that one of them is the cause of an unexplained error."""
     for topology in self.topologies.values():
-      topology.step = None
+      topology.step = topology.evaluation = None
 
   def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
     """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a
@@ -122,11 +139,8 @@ class ProgramCache(Generic[P]):
       topology = self._topology(view)
       topology.step = self._compile(topology.program)
     seconds = self._clock() - start
-    self._emit(view, seconds, background=True)
+    self._events.emit("compile", what=f"slices {list(view.slices)}", seconds=seconds, background=True)
     self._log.detail(f"Prepared the step for slices {list(view.slices)} in {seconds:.1f} s ({number} of {count}).")
-
-  def _emit(self, view: View, seconds: float, **fields: Any) -> None:
-    self._events.emit("compile", what=f"slices {list(view.slices)}", seconds=seconds, **fields)
 
 
 class _BackgroundCompiler:

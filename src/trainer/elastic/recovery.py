@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,9 +70,26 @@ class RecoveryLog:
       recovery.step_after, recovery.tier, recovery.restored_at = step, tier, self._clock()
       recovery.restore_seconds += seconds
 
+  @contextlib.contextmanager
+  def paused(self) -> Iterator[None]:
+    """The block does other work with the restored state, such as an evaluation: its compilations are no part of the
+    open recoveries, nor is its time. The time of work that fails is, because it is lost. An event inside the block
+    is recovered from up to `restored`."""
+    start, before = self._clock(), self._counter.compilations
+    try:
+      yield
+      now = self._clock()
+      for recovery in self._open:
+        seconds = now - max(start, recovery.restored_at)
+        recovery.began += seconds
+        recovery.restored_at += seconds
+    finally:
+      for recovery in self._open:
+        recovery.compilations_before += self._counter.compilations - max(before, recovery.compilations_before)
+
   def finish(self, alive: int) -> float | None:
-    """The open events are recovered from: a step is completed on `alive` slices, or no step is left. Returns the
-    seconds from the last event to now, without waiting for slices and compiling; None: nothing was open."""
+    """The events so far are recovered from: a step is completed on `alive` slices, or no step is left. Returns the
+    seconds of the last recovery, without waiting for slices and compiling; None: nothing was open."""
     cost = None
     for recovery in self._open:
       cost = self._finish(recovery, alive)

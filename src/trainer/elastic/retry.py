@@ -118,21 +118,17 @@ class _Loop:
       else:
         self._session.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
         if outcome.kind != "slice_up":
-          elastic.recovered(view.num_alive)
           return outcome
         self._grow(view, outcome.step)
 
   def _wait(self) -> View | None:
     """The view of the next attempt: as soon as enough slices are alive, or of those alive once the run must stop."""
     elastic = self._elastic
-    cfg, cluster = elastic.cfg, self._session.cluster
-    needed = cluster.num_slices if cfg.elastic_min_slice_count == -1 else cfg.elastic_min_slice_count
+    cluster, timeout = self._session.cluster, elastic.cfg.elastic_timeout_seconds
     start = elastic.clock()
-    alive = cluster.wait_for(needed, cfg.elastic_timeout_seconds, self._stop)
-    seconds = elastic.clock() - start
-    elastic.recovery.waited(seconds)
+    alive = cluster.wait_for(elastic.fewest_slices, timeout, self._stop)
     if elastic.recovery.under_way:
-      self._session.events.emit("wait_slices", seconds=seconds, wanted=needed, alive=sorted(alive))
+      elastic.waited(elastic.clock() - start, alive)
     return cluster.view(alive) if alive else None
 
   def _can_retry(self, error: Exception, view: View) -> bool:

@@ -21,7 +21,8 @@ Life of the process
                 versions (dict)
   attempt_start attempt, step (completed so far), slices (ids alive)
   init_done     seconds (from the start of the process or of the attempt until the first step could be dispatched)
-  compile       seconds, what, cached (from the persistent cache), compilations, background
+  compile       seconds, what (slices, evaluation or witness), cached (from the persistent cache), compilations,
+                background
   attempt_end   of elastic runs: attempt, step (last completed), outcome ("complete", "slice_down", "slice_up",
                 "preempted", "failed")
   run_end       exit (code)
@@ -56,10 +57,11 @@ Faults and recovery
   late_step      step, silent_seconds, operation (null): the watchdog has written the stacks, and still waits
   nonfinite      step, loss, grad_norm
   replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
-  recovery       once per slice_down or slice_up, when the first new step has completed:
+  recovery       once per slice_down or slice_up, when the first new step has completed, or no step is left:
                  event ("slice_down", "slice_up"), slice, step_before, step_after, steps_lost, tokens_lost,
                  slices_before, slices_after, detect_seconds, wait_seconds, restore_seconds, compile_seconds,
-                 first_step_seconds, seconds (from fault to the first new step), tier, compilations
+                 first_step_seconds, seconds (from fault to the first new step; an evaluation, save or witness before it
+                 does not count, unless it fails), tier, compilations (in these seconds)
 """
 
 from __future__ import annotations

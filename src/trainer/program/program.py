@@ -140,6 +140,11 @@ class Program:
     """Returns the compiled training step: (state, batch) -> (state, metrics)."""
     return self.lower().compile(compiler_options=dict(self.compiler_options))
 
+  def compile_evaluation(self, options: dict[str, str | bool] | None = None) -> Any:
+    """Returns `eval_step`, compiled for the parameters and batches of this program."""
+    with jax.set_mesh(self.mesh):
+      return jax.jit(self.eval_step).lower(self.state.params, self.batch).compile(options)
+
   def compile_halves(self, *, evaluates: bool, adds: bool, witnesses: bool = False) -> Halves:
     """Returns the halves of a step, compiled, for slices that exchange their sums outside XLA.
 
@@ -156,8 +161,8 @@ class Program:
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
       # Every slice applies the sums for itself, and all must get the same weights.
       apply = second.compile({**self.compiler_options, **same})
-      evaluation = jax.jit(self.eval_step).lower(params, self.batch).compile(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
+    evaluation = self.compile_evaluation(same) if evaluates else None
     return Halves(sums, first, apply, evaluation, checksum, self.compile_checks(first) if witnesses else None)
 
   def compile_share(self, *, adds: bool) -> ShareSums:

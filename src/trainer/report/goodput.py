@@ -34,7 +34,7 @@ BUCKETS = {
   "eval": "evaluation, and the sample at the end",
   "profile": "writing profiles",
   "rehearsal": "waiting for the moment of a rehearsed fault",
-  "detect": "from the last good step until the fault was detected",
+  "detect": "from the last good step, or the start of the attempt, until the fault was detected",
   "steps_lost": "steps that were done again",
   "data_wait": "steps that waited for data",
   "steps": "steps that count: goodput",
@@ -190,11 +190,13 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   _claim(claims, "steps", step_begins[~life.redone], step_ends[~life.redone])
   _claim(claims, "steps_lost", step_begins[life.redone], step_ends[life.redone])
   _claim(claims, "data_wait", step_begins, data_ends)
-  seen = -1  # index of the newest step after which a fault was detected already
+  ready = seen = -math.inf  # the start of the attempt; the last good moment before a fault that is claimed already
   attempt_ended = -math.inf
   for event in life.events:
     kind, now = event["kind"], (wall + event["monotonic"] - first) * 1e6
     began = now - 1e6 * float(event.get("seconds") or 0.0)
+    if kind in ("attempt_start", "init_done"):
+      ready = now
     if kind in _BLOCKING:
       blocked = 1e6 * float(event.get("blocking_seconds") or 0.0)
       began = min(began, now - blocked)
@@ -204,9 +206,10 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
       _claim(claims, _TIMED[kind], max(began, attempt_ended), now)
     elif kind in ("slice_down", "hang"):
       newest = int(np.searchsorted(life.rows["monotonic"], event["monotonic"])) - 1
-      if newest > seen:
-        _claim(claims, "detect", step_ends[newest], now)
-        seen = newest
+      good = max(ready, step_ends[newest]) if newest >= 0 else ready
+      if good > seen:
+        _claim(claims, "detect", good, now)
+        seen = good
     elif kind == "attempt_end":
       attempt_ended = now  # what is timed after it cannot have begun before it
   starts = [int(interval[:, 0].min()) for intervals in claims.values() for interval in intervals if len(interval)]

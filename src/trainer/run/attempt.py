@@ -131,8 +131,10 @@ class Attempt:
   def save(self, actions: Actions, step: int, state: TrainState, loss: float | None) -> None:
     """Saves what is due. loss: of the evaluation of this state, if it was evaluated."""
     session, tiers = self.session, self.tiers
-    with session.watchdog.during("save"):  # includes waiting for the save before it
-      final = actions.save == "final"
+    final = actions.save == "final"
+    if final:
+      self.elastic.recovered(self.driver.alive)
+    with session.watchdog.during("save"), self.elastic.recovery.paused():  # includes waiting for the save before it
       if final or tiers.due_persistent(step):
         # A run that resumes from this checkpoint never writes these steps again.
         session.metrics.flush(wait=not final)
@@ -145,8 +147,10 @@ class Attempt:
         self._commit_last(step, state, loss)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
-    """Commits the restored last state: an earlier process may have ended before it had committed it in the storage."""
-    if start.tier == "persistent":
+    """Commits the restored state, after which this process computes no step: an earlier process may have ended before
+    it had committed it in the storage."""
+    self.elastic.recovered(self.driver.alive)
+    if start.tier in ("none", "persistent"):
       return
     with self.session.watchdog.during("save"):
       begun = functools.partial(self.elastic.reached, "save", start.step)
@@ -196,6 +200,10 @@ class Attempt:
   def evaluate(self, params: Params, step: int) -> float | None:
     """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all sets.
     None, and no record: the process must end."""
+    with self.elastic.evaluating():
+      return self._evaluate(params, step)
+
+  def _evaluate(self, params: Params, step: int) -> float | None:
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)
     try:

@@ -67,7 +67,6 @@ class ManyWorlds:
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._period = config.elastic.witness_period
-    self._waits_since: float | None = None  # on the clock of the elastic loop; None: enough members compute
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
     self.proof: dict[str, Any] = {}
@@ -97,7 +96,7 @@ class ManyWorlds:
     self._threads.callback(self._batches.close)
     self._peers.train(
       completed=lambda: self._step,
-      changed=self._changed,
+      changed=lambda change: _record(self._elastic, change, self._step),
       noticed=lambda notice: _record_notice(self._session, notice),
     )
     return start
@@ -237,14 +236,6 @@ class ManyWorlds:
     self._session.metrics.settle()
     return checksum()
 
-  def _changed(self, change: Change) -> None:
-    """Records a change of the members, and how long the run has waited for enough of them."""
-    elastic = self._elastic
-    if self._waits_since is not None:
-      elastic.waited(elastic.clock() - self._waits_since, change.members)
-    _record(elastic, change, self._step)
-    self._waits_since = elastic.clock() if change.holds else None
-
   def _send_state(self, member: int) -> None:
     header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)
     arrays = state_transfer.local_parts(self._state)
@@ -262,6 +253,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
   """Records that the members have changed after `step` completed steps, with the log lines and events that the elastic
   loop writes at a new attempt. Here the attempt goes on."""
   before = change.before
+  elastic.end_wait(change.members)
   elastic.session.events.begin_epoch(change.epoch)
   for member, (reason, seconds_ago) in change.lost.items():
     began = elastic.clock() - seconds_ago
@@ -271,6 +263,7 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
   if change.joined:
     elastic.grow(list(change.joined), change.members, before=before, step=step)
   if change.holds:
+    elastic.begin_wait()
     elastic.session.log.line(
       f"{len(change.members)} of {elastic.session.cluster.num_slices} slices are alive and elastic_min_slice_count="
       f"{elastic.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."

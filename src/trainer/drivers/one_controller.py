@@ -57,8 +57,7 @@ class OneController:
     resume(start)
     if self._session.preemption.requested(start.step):
       return dataclasses.replace(start, stops=True)
-    on_slices = functools.partial(self._session.cluster.on_slices, view=self._view)
-    self._compute_step, self._compute_losses = on_slices(self._compiled_step), on_slices(self._evaluate)
+    self._compute_step = self._session.cluster.on_slices(self._compiled_step, self._view)
     feed = Feed(self._session.data.train, self._program)
     self._batches = Prefetcher(feed, start.step, self._config.run.steps)
     self._threads.callback(self._batches.close)
@@ -72,11 +71,6 @@ class OneController:
       return
     with contextlib.suppress(StopRequested):  # `start` asks next
       self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
-
-  def _evaluate(self, *arguments: Any) -> LossSums:
-    """The sums of a batch. The first one of a view compiles: the start of a run does not wait for this."""
-    compiled = self._session.programs.evaluation(self._view, Program.compile_evaluation)
-    return compiled(*arguments)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, batch = next(self._batches)
@@ -97,13 +91,15 @@ class OneController:
 
     def compute() -> list[list[LossSums]]:
       sums: list[list[LossSums]] = []
+      compiled = self._session.programs.evaluation(self._view, Program.compile_evaluation)
+      compute_losses = self._session.cluster.on_slices(compiled, self._view)
       with jax.set_mesh(self._program.mesh):
         for feed, count in zip(self._evaluations, batches, strict=True):
           sums.append([])
           for index in range(count):
             if preemption.requested(step) if several else preemption.noticed:
               raise StopRequested
-            sums[-1].append(self._compute_losses(params, feed(index)))
+            sums[-1].append(compute_losses(params, feed(index)))
             jax.block_until_ready(sums[-1][-2:-1])  # a request to end must not wait for more than two batches
         return driver.on_host(sums)
 

@@ -106,6 +106,7 @@ class ElasticRun:
   clock: Callable[[], float] = time.monotonic
   steps: StepClock = field(init=False)
   down_events: int = 0
+  _waits_since: float | None = None  # for slices, on the clock
   _announcement: str = ""  # "Elastic attempt 2 out of 10", until it is printed
   _shown: tuple[int, int] = (0, 0)  # down_events and living slices of the last line about them
   _declined: frozenset[int] = frozenset()  # returned slices that the log said would not be used
@@ -166,10 +167,16 @@ class ElasticRun:
     fewest = self.cfg.elastic_min_slice_count
     return self.session.cluster.num_slices if fewest == -1 else fewest
 
-  def waited(self, seconds: float, alive: Collection[int]) -> None:
-    """The run has waited `seconds` for slices. alive: those that are alive now."""
-    self.recovery.waited(seconds)
-    self.session.events.emit("wait_slices", seconds=seconds, wanted=self.fewest_slices, alive=sorted(alive))
+  def begin_wait(self) -> None:
+    """The run waits for slices from now on."""
+    self._waits_since = self.clock()
+
+  def end_wait(self, alive: Collection[int]) -> None:
+    """Records the wait that `begin_wait` began, if there is one. alive: the slices that are alive now."""
+    if self._waits_since is not None:
+      seconds, self._waits_since = self.clock() - self._waits_since, None
+      self.recovery.waited(seconds)
+      self.session.events.emit("wait_slices", seconds=seconds, wanted=self.fewest_slices, alive=sorted(alive))
 
   @contextlib.contextmanager
   def evaluating(self) -> Iterator[None]:

@@ -125,10 +125,10 @@ class _Loop:
     """The view of the next attempt: as soon as enough slices are alive, or of those alive once the run must stop."""
     elastic = self._elastic
     cluster, timeout = self._session.cluster, elastic.cfg.elastic_timeout_seconds
-    start = elastic.clock()
-    alive = cluster.wait_for(elastic.fewest_slices, timeout, self._stop)
     if elastic.recovery.under_way:
-      elastic.waited(elastic.clock() - start, alive)
+      elastic.begin_wait()
+    alive = cluster.wait_for(elastic.fewest_slices, timeout, self._stop)
+    elastic.end_wait(alive)
     return cluster.view(alive) if alive else None
 
   def _can_retry(self, error: Exception, view: View) -> bool:

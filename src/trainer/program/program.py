@@ -161,8 +161,8 @@ class Program:
       second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
       # Every slice applies the sums for itself, and all must get the same weights.
       apply = second.compile({**self.compiler_options, **same})
+      evaluation = self.compile_evaluation(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
-    evaluation = self.compile_evaluation(same) if evaluates else None
     return Halves(sums, first, apply, evaluation, checksum, self.compile_checks(first) if witnesses else None)
 
   def compile_share(self, *, adds: bool) -> ShareSums:

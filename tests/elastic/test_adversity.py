@@ -80,6 +80,9 @@ def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run
         if at not in failed and len(asked) == (2 if at == 6 else 6):
           failed.append(at)
           fail()
+          break
+      else:
+        time.sleep(0.2)
       return read(index, rows)
 
     session.data.evaluations["eval"].batch = batch
@@ -95,7 +98,7 @@ def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run
   assert [record["steps_lost"] for record in downs] == [0, 0]
   for record, evaluation, found in zip(downs, history.of_kind("eval"), history.of_kind("slice_down"), strict=True):
     passed = record["monotonic"] - found["monotonic"] + found["detect_seconds"]
-    assert record["seconds"] <= passed - evaluation["seconds"] + 1e-3, "the evaluation is a part of the recovery"
+    assert record["seconds"] <= passed - evaluation["seconds"] + 0.2, "the evaluation is a part of the recovery"
   (saved,) = [save for save in history.of_kind("checkpoint_saved") if save["step"] == STEPS]
   assert downs[-1]["monotonic"] < saved["monotonic"] - saved["seconds"]
 

@@ -161,8 +161,8 @@ class Cluster(ABC):
     """Ids of living slices outside `view`. Never waits; on a real cluster the answer is up to one poll old."""
 
   def on_slices(self, compute: Callable[..., Any], view: View) -> Callable[..., Any]:
-    """`compute`, a function whose last argument is a batch, as the slices of `view` execute it. Called once per
-    attempt or evaluation: only a cluster that simulates losses returns another function, which is in the path of every batch."""
+    """`compute`, a function whose last argument is a batch, as the slices of `view` execute it. Called once for an
+    attempt or evaluation: only a cluster that simulates losses returns another function, in the path of every batch."""
     return compute
 
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave

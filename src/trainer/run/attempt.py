@@ -147,8 +147,7 @@ class Attempt:
         self._commit_last(step, state, loss)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
-    """Commits the restored state, after which this process computes no step: an earlier process may have ended before
-    it had committed it in the storage."""
+    """Commits the restored state, if no step follows: an earlier process may have ended before it had committed it."""
     self.elastic.recovered(self.driver.alive)
     if start.tier in ("none", "persistent"):
       return
@@ -200,21 +199,17 @@ class Attempt:
   def evaluate(self, params: Params, step: int) -> float | None:
     """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all sets.
     None, and no record: the process must end."""
-    with self.elastic.evaluating():
-      return self._evaluate(params, step)
-
-  def _evaluate(self, params: Params, step: int) -> float | None:
     session, data, start = self.session, self.session.data, time.monotonic()
     self.elastic.reached("eval", step)
-    try:
-      with session.watchdog.during("evaluation"):
+    with session.watchdog.during("evaluation"), self.elastic.evaluating():
+      try:
         # Before the sums: the members commit the evaluation with them.
         scores = session.plugins.evaluates(params, step, self.driver.unless_stopped)
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
-    except StopRequested:
-      session.preemption.requested(step)
-      session.log.line(f"The evaluation at step {step} stops here: another process does it.")
-      return None
+      except StopRequested:
+        session.preemption.requested(step)
+        session.log.line(f"The evaluation at step {step} stops here: another process does it.")
+        return None
     totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
     seconds, main = time.monotonic() - start, losses[data.main_set]

@@ -22,7 +22,7 @@ from collections import Counter
 from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.epochs import Epochs, Member, Told
 from worlds.membership.failures import BAD_INPUT, FAILED
-from worlds.membership.messages import OPENED, Message, message, slow_line, step_of
+from worlds.membership.messages import OPENED, Message, message, step_of
 from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
@@ -367,13 +367,10 @@ class Coordinator(Epochs):
 
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
-    effects: Effects = []
-    for told in self._dealing.computed(step, {int(member): took for member, took in seconds.items()}):
-      effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
+    effects = self._tell_slow(self._dealing.computed(step, {int(member): took for member, took in seconds.items()}))
     limit = self._rules.slow_factor
     for slow in self._dealing.speeds.slow:
-      spares = len(self._joiners(more=1)) - (self._total - len(self.active))
-      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and spares > 0:
+      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and self._spare_waits(limit):
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects

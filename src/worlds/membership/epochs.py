@@ -10,7 +10,7 @@ from typing import Any
 from worlds.membership.dealing import Dealing
 from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import message, to_ranges
+from worlds.membership.messages import Message, message, slow_line, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
 from worlds.membership.witness import Sums, Witness, alarm_line
@@ -141,15 +141,24 @@ class Epochs:
   def _ready(self) -> dict[int, Member]:
     return {member: found for member, found in self._members.items() if found.ready}
 
-  def _preference(self, member: int) -> tuple[bool, int]:
-    """Order in which ready members join: members that have returned before spares."""
-    return (not self._members[member].was_active, member)
+  def _preference(self, member: int) -> tuple[float, bool, int]:
+    """Order in which ready members join: the fastest first, and of these members that have returned before spares."""
+    return (-self._dealing.speeds.of([member])[member], not self._members[member].was_active, member)
 
-  def _joiners(self, more: int = 0) -> list[int]:
-    """Ready members that may join now. more: places that would be free besides those that are."""
+  def _waiting(self) -> list[int]:
+    """Ready members that may join if places are free, in the order in which they join."""
     ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
     ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
-    return sorted(ready, key=self._preference)[: self._total - len(self.active) + more]
+    return sorted(ready, key=self._preference)
+
+  def _joiners(self) -> list[int]:
+    """Ready members that may join now."""
+    return self._waiting()[: self._total - len(self.active)]
+
+  def _spare_waits(self, factor: float) -> bool:
+    """Whether a member waits that no free place needs, and that was not slower than the median by `factor`."""
+    spares = self._waiting()[self._total - len(self.active) :]
+    return any(1 / speed < factor for speed in self._dealing.speeds.of(spares).values())
 
   def _let_go(self, leave: Collection[int]) -> None:
     """These members end: they are not active any more, and do not join again."""
@@ -198,7 +207,8 @@ class Epochs:
     self.witness.begin_epoch(self.active)
     check = self.witness.check(self.epoch)
     before = [Send(member, check) for member in sorted(self.active)] if check else []
-    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source)]
+    moved = [] if keeps else self._tell_slow(self._dealing.moved())
+    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source), *moved]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
@@ -213,6 +223,13 @@ class Epochs:
     fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
     whole, change = (message(kind, **told.since(base), **fields) for base in (Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
+
+  def _tell_slow(self, told: Sequence[Message]) -> Effects:
+    """Tells the log and the active members the messages `slow`."""
+    effects: Effects = []
+    for one in told:
+      effects += [Note(slow_line(one)), *(Send(member, one) for member in sorted(self.active))]
+    return effects
 
   # ---- the witness
 

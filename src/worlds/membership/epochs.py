@@ -28,6 +28,7 @@ class Member:
   newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
   holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
+  refuses: bool = False  # it has found wrong input, and will end
   where: str = ""  # its host and devices
   reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
 

@@ -124,8 +124,9 @@ class ManyWorlds:
       compared = ComparedShare(self._peers, checks, seed, check, compute)
       checksum = functools.partial(checks.number, checks.of_state(state))
     settled = functools.partial(self._settled, checksum)
-    work = settled, compute, self._total, compared
-    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", *work, self.data_wait_seconds)
+    scalars, self.slice_seconds = self._rounds.agree(
+      f"step {n}", settled, compute, self._total, compared, self.data_wait_seconds
+    )
     computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
     self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
     self.proof |= {"witness": compared.record()} if compared else {}

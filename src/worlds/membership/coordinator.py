@@ -187,7 +187,7 @@ class Coordinator(Epochs):
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
     if code == BAD_INPUT:
       self.failures.refuses(member)
-      self._members[member].refuses = True
+      self._refused.add(member)
       return []
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
@@ -196,7 +196,7 @@ class Coordinator(Epochs):
 
   def lost(self, member: int, reason: str, seconds: float = 0.0) -> Effects:
     """The processes of `member` have ended, or must not be waited for, since `seconds`."""
-    if (found := self._members.pop(member, None)) is None:
+    if self._members.pop(member, None) is None:
       return []
     self.pulse.forget(member)
     self._dealing.speeds.forget(member)
@@ -211,7 +211,7 @@ class Coordinator(Epochs):
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()
     if self.phase == "leading":  # the leader says whether it needs any other member
-      if member == self._leader and found.refuses and not self.failures.progress:
+      if member == self._leader and member in self._refused and not self.failures.progress:
         return self.end(BAD_INPUT)  # the newest state does not fit: no other leader would do better
       return self._gather_again() if member == self._leader else []
     if self.phase not in ("running", "holding") or not was_active:
@@ -287,7 +287,7 @@ class Coordinator(Epochs):
 
   def _lead(self) -> Effects:
     """Asks one member to restore the newest state, and the others to help it."""
-    self.phase, self.epoch, self._broken_at = "leading", self.epoch + 1, None
+    self.phase, self.epoch, self._broken_at, self._refused = "leading", self.epoch + 1, None, set()
     ready = self._ready()
     # A state in memory needs no backup. Then the member that needs the fewest parts of the others, and of these the
     # primary, because it holds the records.

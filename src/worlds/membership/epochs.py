@@ -28,7 +28,6 @@ class Member:
   newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
   holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
-  refuses: bool = False  # it has found wrong input, and will end
   where: str = ""  # its host and devices
   reports: dict[tuple[Any, ...], set[int]] = field(default_factory=dict)  # (kind, epoch, round): lanes that sent it
 
@@ -112,6 +111,7 @@ class Epochs:
     self._told = Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
+    self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)

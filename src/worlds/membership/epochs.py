@@ -94,7 +94,7 @@ class Epochs:
     self._members: dict[int, Member] = {}  # connected
     self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
-    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
+    self._changed_at = -float("inf")  # last change of the active members; a start is none
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
     self._evaluation = ""  # the round under way, if it is known to be an evaluation
@@ -173,7 +173,8 @@ class Epochs:
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
-    self._changed_at = self.clock()
+    if self._told.members and self._told.members.keys() != set(map(str, self.active)):
+      self._changed_at = self.clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)

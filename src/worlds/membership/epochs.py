@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.dealing import Dealing
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
 from worlds.membership.messages import message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
@@ -127,7 +127,7 @@ class Epochs:
     """The run is over, with this exit code. reason: why it cannot go on."""
     self.phase, self.code = "over", code
     notes: Effects = [Note(reason)] if reason else []
-    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
+    return notes + to_all(self._members, message("end", code=code, reason=reason))
 
   def _try_again(self) -> Effects:
     """The run has failed as a whole: ends it after too many attempts."""
@@ -198,7 +198,7 @@ class Epochs:
     self._dealing.deal(self.active, keeps)
     self.witness.begin_epoch(self.active)
     check = self.witness.check(self.epoch)
-    before = [Send(member, check) for member in sorted(self.active)] if check else []
+    before = to_all(self.active, check) if check else []
     return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source)]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
@@ -256,7 +256,7 @@ class Epochs:
       self.primary = min(self.live - set(found.members))  # it records the alarm
     told = message("alarm", outcome=found.kind, round=self._round, primary=self.primary, **fields)
     line = alarm_line(told)
-    effects: Effects = [Send(member, told) for member in sorted(self.active)]
+    effects = to_all(self.active, told)
     if found.kind == "undecided":
       return effects + self.end(FAILED, line), False
     effects.append(Note(line))
@@ -269,6 +269,8 @@ class Epochs:
 
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
+    if not all(isinstance(other, int) for other in unreached):
+      raise ValueError(f"sent 'broken' with members={unreached}")
     if epoch == self.epoch and (member in self.active or member == self._leader):
       self._broken_at = self.clock() if self._broken_at is None else self._broken_at
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}

@@ -76,9 +76,13 @@ class Workers:
       worker.lives, worker.processes = life + 1, []
       worker.ended, worker.is_down, worker.absent_until = False, False, None
       try:
-        for env in self._environments(worker.member):
+        lanes = self._place.lanes
+        coordinator = f"127.0.0.1:{free_port()}" if lanes > 1 else ""
+        for lane in range(lanes):
+          place = dataclasses.replace(self._place, member=worker.member, lane=lane, slice_coordinator=coordinator)
+          environment = {**self._variables, **place.environment()}
           # A process group of its own: Ctrl-C in the terminal reaches the supervisor only, which decides.
-          started = subprocess.Popen(self._command, env=dict(env), process_group=0, stdin=subprocess.DEVNULL)
+          started = subprocess.Popen(self._command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
           worker.processes.append(started)
       except OSError as error:  # too many processes, or no memory: it may pass
         self._log(f"Member {worker.member} cannot be started: {error}.")
@@ -91,16 +95,6 @@ class Workers:
       for process in worker.processes:
         name = f"waits for member {worker.member}"
         threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()
-
-  def _environments(self, member: int) -> list[dict[str, str]]:
-    """One environment for each process of the member."""
-    lanes = self._place.lanes
-    slice_coordinator = f"127.0.0.1:{free_port()}" if lanes > 1 else ""
-    places = [
-      dataclasses.replace(self._place, member=member, lane=lane, slice_coordinator=slice_coordinator)
-      for lane in range(lanes)
-    ]
-    return [{**self._variables, **place.environment()} for place in places]
 
   def _wait(self, worker: _LocalMember, life: int, process: subprocess.Popen[bytes]) -> None:
     """Thread: waits for one process. The first one that ends takes the others of its slice with it."""

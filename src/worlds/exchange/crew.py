@@ -1,4 +1,4 @@
-"""The threads of an exchange: a few, for all peers, kept from one sum to the next."""
+"""What an exchange keeps from one sum to the next: a few threads, for all peers, and memory for the pieces of peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from worlds.exchange.plan import PART
+
 _MOST_PAIRS = 4
+_BLOCK_BYTES = 4 * PART  # of float32
+_LEAST_BYTES = 1 << 16  # the memory of shorter arrays has no page faults anyway
+_MOST_BLOCKS = 32  # kept
 
 
 def best_streams(members: int) -> int:
@@ -15,14 +22,42 @@ def best_streams(members: int) -> int:
   return -(-_MOST_PAIRS // max(1, members - 1))
 
 
+class _Block(bytearray):
+  """Memory that only a Memory makes, so that `give` takes no other."""
+
+
+class Memory:
+  """Arrays for what peers send. Fresh memory costs a page fault for every 4 KiB. For all threads."""
+
+  def __init__(self) -> None:
+    self._free: list[_Block] = []
+
+  def take(self, size: int, dtype: np.dtype) -> np.ndarray:
+    """Returns an array [size] with undefined content."""
+    if not _LEAST_BYTES <= size * dtype.itemsize <= _BLOCK_BYTES:
+      return np.empty(size, dtype)
+    try:
+      block = self._free.pop()
+    except IndexError:  # another thread may have taken the last one
+      block = _Block(_BLOCK_BYTES)
+    return np.frombuffer(block, dtype, size)
+
+  def give(self, array: np.ndarray) -> None:
+    """The memory of `array` may be used again, if `take` returned it. It must not be used in any other way."""
+    block = array.base.obj if isinstance(array.base, memoryview) else None
+    if isinstance(block, _Block) and len(self._free) < _MOST_BLOCKS:
+      self._free.append(block)
+
+
 class Crew:
-  """Threads that run functions. For one caller.
+  """Threads that run functions, and memory for them. For one caller.
 
   pairs: how many threads should receive, and how many should send: one for each two CPUs, at most 4.
   """
 
   def __init__(self) -> None:
     self.pairs = max(1, min(_MOST_PAIRS, (os.cpu_count() or 1) // 2))
+    self.memory = Memory()
     self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._threads: list[threading.Thread] = []
 

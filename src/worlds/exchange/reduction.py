@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from worlds.exchange.crew import Crew
+from worlds.exchange.crew import Crew, Memory
 from worlds.exchange.errors import MismatchedCall
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped, checksum
@@ -29,7 +29,7 @@ from worlds.exchange.plan import Piece, Plan
 from worlds.exchange.plan import Wire as Wire
 
 WINDOW = 8  # buckets
-ALONE = 1 << 18  # values: one thread is faster for a sum of at most so many in one bucket
+ALONE = 1 << 20  # values: one thread is faster for a sum of at most so many
 _BATCH_BYTES = 1 << 18  # posted to a link before the next link has its turn
 
 
@@ -55,6 +55,7 @@ class _PartSum:
     self._added = 0  # pieces
     self._total: np.ndarray | None = None  # of the complete groups
     self._group = out  # the sum of the present group so far
+    self._used: list[np.ndarray] = []  # added pieces that may still be one of these two sums
     self._scratch: np.ndarray | None = None
 
   @property
@@ -62,8 +63,8 @@ class _PartSum:
     """The first share of the piece that comes next; None: the sum is complete."""
     return self._plan.ordered[self._added].first if self._added < len(self._plan.ordered) else None
 
-  def add(self, values: np.ndarray) -> None:
-    """Adds the next piece, which is read and not modified."""
+  def add(self, values: np.ndarray) -> list[np.ndarray]:
+    """Adds the next piece, which is read and not modified. Returns the pieces that are not needed any more."""
     first, stop = self._plan.ordered[self._added]
     self._added += 1
     self._group = values if first % self._plan.group == 0 else _add(self._group, values, self._space())
@@ -71,10 +72,16 @@ class _PartSum:
       if stop - first < self._plan.group:
         self._group = _to_wire(self._group, self._plan.dtype)
       self._total = self._group if self._total is None else _add(self._total, self._group, self._out)
+    self._used.append(values)
     if self.next is None:
       if self._total is not self._out:
         self._out[:] = self._total
-      del self._total, self._group, self._scratch
+      self._total = self._group = self._out
+      self._scratch = None
+    is_needed = [piece is self._total or piece is self._group for piece in self._used]
+    done = [piece for piece, needed in zip(self._used, is_needed) if not needed]
+    self._used = [piece for piece, needed in zip(self._used, is_needed) if needed]
+    return done
 
   def _space(self) -> np.ndarray:
     """Where the sum of the present group is computed: not where the total of the groups before it is."""
@@ -127,10 +134,13 @@ class Reduction:
     self._posted: dict[Link, deque[Link]] = {}  # for the thread that sends to a link: the links with frames, in turn
     self._senders: dict[Link, Poll] = {}  # what wakes this thread
     self._incoming: dict[Link, np.ndarray] = {}  # the values that a link is receiving
+    self._memory: Memory  # for these: the one of the crew
 
   def run(self, crew: Crew) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""
-    if len(self._plan.order) <= 1 and self._plan.size <= ALONE:
+    self._memory = crew.memory
+    # With more buckets, `_offer` waits for what other threads receive.
+    if self._plan.size <= ALONE and len(self._plan.order) <= WINDOW:
       posted = deque[Link]()
       self._posted = dict.fromkeys(self._links, posted)
       self._offer()
@@ -277,11 +287,11 @@ class Reduction:
     self._missing[link].remove(key)  # type: ignore[arg-type]
     if frame.kind == Kind.PIECE:
       start, stop = self._plan.part(frame.bucket, self._me)
-      values = np.empty(stop - start, self._plan.types[frame.share])
+      values = self._memory.take(stop - start, self._plan.types[frame.share])
     else:
       values = self._out[slice(*self._plan.part(frame.bucket, link.member))]
       if self._plan.dtype != np.float32:
-        values = np.empty(values.size, self._plan.dtype)
+        values = self._memory.take(values.size, self._plan.dtype)
     self._incoming[link] = values
     return _bytes(values)
 
@@ -292,6 +302,7 @@ class Reduction:
       self._arrive(frame.bucket, frame.share, values)
     elif self._plan.dtype != np.float32:
       self._out[slice(*self._plan.part(frame.bucket, link.member))] = values
+      self._memory.give(values)
 
   # ---- all threads ----
 
@@ -326,7 +337,8 @@ class Reduction:
           part.is_busy = False
           return
         values = part.waiting.pop(part.next)
-      part.add(values)
+      for piece in part.add(values):
+        self._memory.give(piece)
     self._finish(bucket)
 
   def _finish(self, bucket: int) -> None:

@@ -11,13 +11,16 @@ import pytest
 from hypothesis import strategies as st
 from tests.support.exchange_members import members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import MismatchedCall, plan, reduction
+from worlds.exchange import MismatchedCall, crew, plan, reduction
 from worlds.exchange.link import Link
 
 
 @pytest.fixture(autouse=True)
 def small_buckets(monkeypatch):
+  """Sums of many buckets in several threads, and pieces in memory that is used again."""
   monkeypatch.setattr(plan, "PART", 16)
+  monkeypatch.setattr(reduction, "ALONE", 16)
+  monkeypatch.setattr(crew, "_LEAST_BYTES", 1)
 
 
 def partitions(shares, most):
@@ -73,22 +76,25 @@ def crowds():
 
 @st.composite
 def two_level_sums(draw):
-  """(members, shares of a group, {member: shares}, values, wire, how many shares of a piece are added already)."""
+  """(members, shares of a group, {member: shares}, values, wire, how many shares of a piece are added already, how many
+  values one thread sums)."""
   count, group, groups = (draw(st.sampled_from(choices)) for choices in ((1, 2, 3, 5), (1, 2, 3, 8), (1, 2, 3)))
   owner = draw(st.lists(st.integers(0, count - 1), min_size=group * groups, max_size=group * groups))
   if draw(st.booleans()):  # as after a loss: most groups are whole
     owner = [owner[share if share // group == 0 else share // group * group] for share in range(len(owner))]
   dealt = {member: [share for share, theirs in enumerate(owner) if theirs == member] for member in range(count)}
   size, wire = draw(st.sampled_from((1, 15, 100, 700))), draw(st.sampled_from(("float32", "bfloat16")))
-  return count, group, dealt, size, wire, draw(st.integers(0, 7))
+  return count, group, dealt, size, wire, draw(st.integers(0, 7)), draw(st.sampled_from((0, 1000)))
 
 
 @hypothesis.given(two_level_sums())
 @hypothesis.settings(max_examples=60, deadline=None, suppress_health_check=list(hypothesis.HealthCheck))
 def test_a_sum_in_two_levels_has_the_same_bits_for_every_dealing(crowds, small_buckets, case):
-  count, group, dealt, size, wire, added = case
+  count, group, dealt, size, wire, added, alone = case
   shares = random_shares(sum(map(len, dealt.values())), size, seed=size)
-  results = crowds[count].reduce(shares, dealt, wire, "step 1", group, added)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(reduction, "ALONE", alone)
+    results = crowds[count].reduce(shares, dealt, wire, "step 1", group, added)
   assert all(same_bits(result, sum_in_order(shares, group, wire)) for result in results)
 
 
@@ -194,6 +200,32 @@ def test_a_member_without_a_part_of_an_early_bucket_goes_on(monkeypatch):
 
   with members(3) as those:
     assert all(same_bits(result, sum_in_order(shares)) for result in those.call(reduce))
+
+
+def test_the_pieces_of_later_sums_use_the_same_memory(monkeypatch):
+  shares, made = random_shares(3, 16 * 3 * 20), []
+
+  class Block(crew._Block):
+    def __init__(self, size):
+      super().__init__(size)
+      made.append(self)
+
+  monkeypatch.setattr(crew, "_Block", Block)
+  with members(3) as those:
+    for step in range(20):
+      results = those.reduce(shares, {0: [0], 1: [1], 2: [2]}, tag=f"step {step}")
+      assert all(same_bits(result, sum_in_order(shares)) for result in results)
+  # 2,400 pieces came; the first of a bucket waits for the second, and some for the pieces before them.
+  assert 3 <= len(made) <= 3 * 2 * 2 * reduction.WINDOW
+
+
+def test_only_memory_that_was_taken_is_taken_again():
+  memory, own = crew.Memory(), np.frombuffer(bytearray(1 << 20), np.float32)
+  taken = memory.take(1 << 18, own.dtype)
+  for array in (own, own[:8], np.ones(1 << 18, np.float32), memory.take(1 << 19, own.dtype), taken):
+    memory.give(array)
+  assert np.shares_memory(memory.take(100, own.dtype), taken)
+  assert not any(np.shares_memory(memory.take(100, own.dtype), array) for array in (own, taken))
 
 
 @pytest.mark.parametrize("change", ["tag", "size", "wire", "dealing"])

@@ -19,10 +19,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.epochs import Epochs, Member, Told
 from worlds.membership.failures import BAD_INPUT, FAILED
-from worlds.membership.messages import OPENED, Message, message, step_of
+from worlds.membership.messages import OPENED, message, step_of
 from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
@@ -65,7 +65,6 @@ class Coordinator(Epochs):
     if found is None or not found.whole(("ready",), lane):
       return []
     found.has(newest, holds=holds)
-    self.pulse.ready(member)
     if self.phase == "gathering":
       return self._gather()
     if self.phase == "holding":
@@ -112,6 +111,7 @@ class Coordinator(Epochs):
   def done(self, member: int, lane: int, epoch: int, round_name: str, checksum: int) -> Effects:
     """`member` has the sums of the round in this epoch, and has computed its shares with weights of this checksum. The
     last report of an epoch's round commits it, if all have the same weights."""
+    step_of(round_name)  # ValueError before anything changes
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []
@@ -174,14 +174,11 @@ class Coordinator(Epochs):
     if self.stopping or not staying:
       self._evaluation, self._interrupted, self.epoch = "", True, self.epoch + 1
       self.pulse.begin_epoch()
-      fresh = [Send(m, message("end", code=42, reason="")) for m in sorted(self.active - self.live)]
-      return [*(Send(m, self._interruption(leave=False)) for m in sorted(self.live)), *fresh]
-    effects: Effects = [Send(m, self._interruption(leave=True)) for m in sorted(leaving)]
+      fresh = to_all(self.active - self.live, message("end", code=42, reason=""))
+      return [*to_all(self.live, message("interrupt", epoch=self.epoch, leave=False)), *fresh]
+    effects = to_all(leaving, message("interrupt", epoch=self.epoch + 1, leave=True))
     self._let_go(leaving)
     return [*effects, *self._world()]
-
-  def _interruption(self, *, leave: bool) -> Message:
-    return message("interrupt", epoch=self.epoch + leave, leave=leave)
 
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
@@ -245,7 +242,7 @@ class Coordinator(Epochs):
     """To be called several times a second: limits of waits and of silence."""
     if self.phase == "over":
       return []
-    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
+    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members, self.starting)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
       effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._reconnect()
     if self.phase == "leading" and self._is_broken():
@@ -295,8 +292,7 @@ class Coordinator(Epochs):
     alone = ready[leader].holds or self._failed_leads > _MOST_FAILED_LEADS
     asked = [leader] if alone else [m for m in ready if frozenset((leader, m)) not in self._unreached]
     self._leader = self.primary = leader  # so the log says what is restored, and what is damaged
-    lead = message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked))
-    return [Send(member, lead) for member in sorted(asked)]
+    return to_all(asked, message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked)))
 
   def _gather_again(self) -> Effects:
     """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
@@ -318,7 +314,7 @@ class Coordinator(Epochs):
     for member in self._survivors:
       self._members[member].has(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
-    asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
+    asked = to_all(self._survivors, message("regather"))
     return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]
 
   def _stop_start(self) -> Effects:
@@ -383,10 +379,7 @@ class Coordinator(Epochs):
     if not self._dealing.better():
       return []
     self._dealing.speeds.dealt()
-    changed_at = self._changed_at
-    effects = self._world(keeps=False)
-    self._changed_at = changed_at  # the same members
-    return [Note("Shares move between members, because their speeds have changed."), *effects]
+    return [Note("Shares move between members, because their speeds have changed."), *self._world(keeps=False)]
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())

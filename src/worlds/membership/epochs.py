@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.dealing import Dealing
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
 from worlds.membership.messages import Message, message, slow_line, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
@@ -94,7 +94,7 @@ class Epochs:
     self._members: dict[int, Member] = {}  # connected
     self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
-    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
+    self._changed_at = -float("inf")  # last change of the active members; a start is none
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
     self._evaluation = ""  # the round under way, if it is known to be an evaluation
@@ -128,7 +128,7 @@ class Epochs:
     """The run is over, with this exit code. reason: why it cannot go on."""
     self.phase, self.code = "over", code
     notes: Effects = [Note(reason)] if reason else []
-    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
+    return notes + to_all(self._members, message("end", code=code, reason=reason))
 
   def _try_again(self) -> Effects:
     """The run has failed as a whole: ends it after too many attempts."""
@@ -183,7 +183,8 @@ class Epochs:
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
-    self._changed_at = self.clock()
+    if self._told.members and self._told.members.keys() != set(map(str, self.active)):
+      self._changed_at = self.clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)
@@ -207,7 +208,7 @@ class Epochs:
     self._dealing.deal(self.active, keeps)
     self.witness.begin_epoch(self.active)
     check = self.witness.check(self.epoch)
-    before = [Send(member, check) for member in sorted(self.active)] if check else []
+    before = to_all(self.active, check) if check else []
     moved = [] if keeps else self._tell_slow(self._dealing.moved())
     return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source), *moved]
 
@@ -229,7 +230,7 @@ class Epochs:
     """Tells the log and the active members the messages `slow`."""
     effects: Effects = []
     for one in told:
-      effects += [Note(slow_line(one)), *(Send(member, one) for member in sorted(self.active))]
+      effects += [Note(slow_line(one)), *to_all(self.active, one)]
     return effects
 
   # ---- the witness
@@ -273,7 +274,7 @@ class Epochs:
       self.primary = min(self.live - set(found.members))  # it records the alarm
     told = message("alarm", outcome=found.kind, round=self._round, primary=self.primary, **fields)
     line = alarm_line(told)
-    effects: Effects = [Send(member, told) for member in sorted(self.active)]
+    effects = to_all(self.active, told)
     if found.kind == "undecided":
       return effects + self.end(FAILED, line), False
     effects.append(Note(line))
@@ -286,6 +287,8 @@ class Epochs:
 
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
+    if not all(isinstance(other, int) for other in unreached):
+      raise ValueError(f"sent 'broken' with members={unreached}")
     if epoch == self.epoch and (member in self.active or member == self._leader):
       self._broken_at = self.clock() if self._broken_at is None else self._broken_at
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}

@@ -6,6 +6,7 @@ import contextlib
 import signal
 import threading
 import time
+from collections.abc import Callable
 from types import FrameType
 
 from worlds import lines
@@ -55,7 +56,7 @@ class Agent:
       if self._failed:
         return FAILED
       if self._at_once:
-        return INTERRUPTED if self._at_once == signal.SIGINT else 128 + self._at_once
+        return 128 + self._at_once
       return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
 
   def _join(self) -> None:
@@ -141,12 +142,8 @@ def _obey(workers: Workers, received: Message) -> None:
   member = received["member"]
   if member not in workers.members:
     raise ValueError(f"sent {received}, and this host has the members {sorted(workers.members)}")
-  if received["kind"] == "restart":
-    workers.restart(member, received["seconds"])
-  elif received["kind"] == "kill":
-    workers.kill(member)
-  else:
-    workers.fault(received["action"], member, received["seconds"])
+  obey: dict[str, Callable[..., None]] = {"restart": workers.restart, "kill": workers.kill, "act": workers.fault}
+  obey[received["kind"]](**{name: received[name] for name in TO_AGENT[received["kind"]]})
 
 
 def _log(line: str) -> None:

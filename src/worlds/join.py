@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import signal
@@ -31,25 +30,31 @@ def join(place: Place) -> Peers:
   _continue_when_launcher_ends()
   start, patience = time.monotonic(), lines.Patience()
   while True:
-    channel = _connect(place, start, patience)
-    host = place.host or channel.local_host
-    exchange = Exchange(
-      place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS, streams=place.streams
-    )
-    membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
-    peers = Peers(membership, exchange, place.lane, functools.partial(_answers, place))
-    try:
-      welcome = membership.next()
-      assert welcome is not None
-      peers.handle(welcome)
-      return peers
-    except (RunEnded, SupervisorLost) as error:
-      membership.close()
-      exchange.close()
-      if isinstance(error, RunEnded):
-        raise
-      # Perhaps it was the supervisor of the group before this one, which was about to end.
-      _pause(place, start + (place.wait_seconds or _SLOW_SECONDS), "it has closed the connection", patience)
+    channel, reason, seconds = _connect(place)
+    if channel is not None:
+      host = place.host or channel.local_host
+      exchange = Exchange(
+        place.member, place.token, lines.warn, host=host, connect_seconds=_CONNECT_SECONDS, streams=place.streams
+      )
+      membership = Membership(channel, place, exchange.address, exchange.interrupt, lines.warn)
+      peers = Peers(membership, exchange, place.lane, functools.partial(_answers, place))
+      try:
+        welcome = membership.next()
+        assert welcome is not None
+        peers.handle(welcome)
+        return peers
+      except (RunEnded, SupervisorLost) as error:
+        membership.close()
+        exchange.close()
+        if isinstance(error, RunEnded):
+          raise
+        # Perhaps it was the supervisor of the group before this one, which was about to end.
+        reason = "it has closed the connection"
+    if time.monotonic() >= start + seconds:
+      where = f"{SUPERVISOR}={','.join(place.supervisors)}"
+      raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
+    patience.waits(functools.partial("Member {} waits for the supervisor: {}".format, place.member, reason))
+    time.sleep(_RETRY_SECONDS)
 
 
 def _continue_when_launcher_ends() -> None:
@@ -58,35 +63,23 @@ def _continue_when_launcher_ends() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
 
 
-def _connect(place: Place, start: float, patience: lines.Patience) -> Channel:
-  """A connection to the supervisor. start: when this process began to join, in time.monotonic seconds. Raises RunEnded
-  if there is none after place.wait_seconds. A launcher's supervisor listens already: it may be stopped or slow, unless
-  the system refuses the connection."""
-  while True:
-    reasons, seconds = [], place.wait_seconds
-    for address in place.supervisors:
-      try:
-        return wire.connect(address, place.token)
-      except (OSError, WireError) as error:
-        reasons.append(f"{address}: {error}")
-        if not isinstance(error, ConnectionRefusedError | WireError):
-          seconds = place.wait_seconds or _SLOW_SECONDS
-    _pause(place, start + seconds, "; ".join(dict.fromkeys(reasons)), patience)
+def _connect(place: Place) -> tuple[Channel | None, str, float]:
+  """A connection to the supervisor; None: there is none, for this reason. Also, how long to try. A launcher's
+  supervisor listens already: it may be stopped or slow, unless the system refuses the connection."""
+  reasons, seconds = [], place.wait_seconds
+  for address in place.supervisors:
+    try:
+      return wire.connect(address, place.token), "", place.wait_seconds or _SLOW_SECONDS
+    except (OSError, WireError) as error:
+      reasons.append(f"{address}: {error}")
+      if not isinstance(error, ConnectionRefusedError | WireError):
+        seconds = place.wait_seconds or _SLOW_SECONDS
+  return None, "; ".join(dict.fromkeys(reasons)), seconds
 
 
 def _answers(place: Place) -> bool:
   """Whether the supervisor accepts connections."""
-  for address in place.supervisors:
-    with contextlib.suppress(OSError, WireError):
-      wire.connect(address, place.token).close()
-      return True
-  return False
-
-
-def _pause(place: Place, deadline: float, reason: str, patience: lines.Patience) -> None:
-  """Waits before the next attempt to join. Raises RunEnded at the deadline."""
-  if time.monotonic() >= deadline:
-    where = f"{SUPERVISOR}={','.join(place.supervisors)}"
-    raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
-  patience.waits(lambda: f"Member {place.member} waits for the supervisor: {reason}")
-  time.sleep(_RETRY_SECONDS)
+  channel, _, _ = _connect(place)
+  if channel is not None:
+    channel.close()
+  return channel is not None

@@ -73,7 +73,6 @@ class Peers:
     self.supervisor_lives = supervisor_lives
     self._lanes: dict[str, list[str]] = {}  # {member: the addresses of its lanes}, of the last `world` or `hold`
     self._ranges: dict[str, list[list[int]]] = {}  # its shares
-    self._base = 0  # the epoch of that message
     self._holds = False
     self._connected = False  # the exchange is connected for this epoch
     self._changes = False  # the next epoch follows the last commit
@@ -144,9 +143,8 @@ class Peers:
 
   def _change_world(self, received: Message) -> None:
     before = frozenset(self.members)
+    assert received["base"] in (0, self.epoch), f"{received} after epoch {self.epoch}"
     self.epoch = int(received["epoch"])
-    assert received["base"] in (0, self._base), f"{received} after epoch {self._base}"
-    self._base = self.epoch
     self._lanes = change(self._lanes, received, "members")
     self._ranges = change(self._ranges, received, "ranges")
     self.members = tuple(sorted(map(int, self._lanes)))
@@ -239,8 +237,8 @@ class Peers:
   def report(self, error: PeerLost, epoch: int) -> None:
     """Tells the supervisor which connections of the epoch have failed, unless the exchange was only interrupted."""
     if error.members:
-      kind = "unreachable" if isinstance(error, Unreachable) else "broken"
-      self.membership.send(kind, epoch=epoch, members=list(error.members))
+      unreached = list(error.members) if isinstance(error, Unreachable) else []
+      self.membership.send("broken", epoch=epoch, members=unreached)
 
   def exchange_failed(self, error: PeerLost) -> None:
     """The exchange cannot go on in this epoch: waits for the next one, or until the round is interrupted."""
@@ -265,10 +263,6 @@ class Peers:
         break
       self.exchange.wait_closed(member, seconds)
     self.set_primary(self.member)
-
-  def refuse(self) -> None:
-    """This process has found wrong input, and ends unless another one has ended the run for this reason."""
-    self.membership.send("finished", code=2)
 
   def give_up(self) -> None:
     """The run goes on without this member, which did not leave: it is not the primary any more."""

@@ -66,12 +66,9 @@ class Place:
       )
       for address in place.supervisors:
         addresses.split(address)
+      if place.member < 0 or not 0 <= place.lane < place.lanes or (place.lanes > 1) != bool(place.slice_coordinator):
+        raise ValueError("lanes count from 0, and only a slice of several processes has a coordinator")
     except ValueError as error:
-      given = {name: environment.get(name) for name in (SUPERVISOR, MEMBER, LANE, LANES)}
+      given = {name: environment.get(name) for name in (SUPERVISOR, MEMBER, LANE, LANES, SLICE_COORDINATOR)}
       raise ValueError(f"the environment has {given}: {error}.\nLeave these variables to a launcher.") from error
-    if place.member < 0 or not 0 <= place.lane < place.lanes or (place.lanes > 1) != bool(place.slice_coordinator):
-      raise ValueError(
-        f"the environment names member {place.member}, lane {place.lane} of {place.lanes} and the slice's coordinator "
-        f"{place.slice_coordinator!r}.\nLanes count from 0, and only a slice of several processes has a coordinator."
-      )
     return place

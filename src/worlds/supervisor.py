@@ -142,9 +142,8 @@ class Supervisor:
         self._end_missing()
       if self._at_once:
         log(f"Second {signal.Signals(self._at_once).name}: all processes end at once, without a save.")
-        code = INTERRUPTED if self._at_once == signal.SIGINT else 128 + self._at_once
-        self._end(code, signal.SIGKILL, 0.0)
-        return code
+        self._end(128 + self._at_once, signal.SIGKILL, 0.0)
+        return 128 + self._at_once  # as shells report it
       if self._failed.is_set():
         self._server.close()  # as if this process had died: the members save the state and end
         self._end(FAILED, 0, self._grace + _END_SECONDS)

@@ -33,7 +33,7 @@ class _LocalMember:
   processes: list[subprocess.Popen[bytes]] = dataclasses.field(default_factory=list)
   lives: int = 0
   ended: bool = False  # a process of this life has ended, so the others must
-  restart_at: float | None = None  # time.monotonic() of the next start; None: it runs, or stays down
+  is_down: bool = False  # `restart` was called, and it has not started again yet
   absent_until: float | None = None  # a rehearsed fault keeps it down until then
 
 
@@ -66,18 +66,23 @@ class Workers:
   def start(self) -> None:
     """Starts every member."""
     for worker in self._workers.values():
-      self._start(worker)
+      self._start(worker, 0)
 
-  def _start(self, worker: _LocalMember) -> None:
+  def _start(self, worker: _LocalMember, life: int) -> None:
+    """Starts the member after this life, unless it has started already."""
     with self._lock:
-      if self._closing:
+      if self._closing or worker.lives != life:
         return
-      worker.restart_at = worker.absent_until = None
-      worker.lives, worker.ended, worker.processes = worker.lives + 1, False, []
+      worker.lives, worker.processes = life + 1, []
+      worker.ended, worker.is_down, worker.absent_until = False, False, None
       try:
-        for env in self._environments(worker.member):
+        lanes = self._place.lanes
+        coordinator = f"127.0.0.1:{free_port()}" if lanes > 1 else ""
+        for lane in range(lanes):
+          place = dataclasses.replace(self._place, member=worker.member, lane=lane, slice_coordinator=coordinator)
+          environment = {**self._variables, **place.environment()}
           # A process group of its own: Ctrl-C in the terminal reaches the supervisor only, which decides.
-          started = subprocess.Popen(self._command, env=dict(env), process_group=0, stdin=subprocess.DEVNULL)
+          started = subprocess.Popen(self._command, env=environment, process_group=0, stdin=subprocess.DEVNULL)
           worker.processes.append(started)
       except OSError as error:  # too many processes, or no memory: it may pass
         self._log(f"Member {worker.member} cannot be started: {error}.")
@@ -90,16 +95,6 @@ class Workers:
       for process in worker.processes:
         name = f"waits for member {worker.member}"
         threading.Thread(target=self._wait, args=(worker, worker.lives, process), name=name, daemon=True).start()
-
-  def _environments(self, member: int) -> list[dict[str, str]]:
-    """One environment for each process of the member."""
-    lanes = self._place.lanes
-    slice_coordinator = f"127.0.0.1:{free_port()}" if lanes > 1 else ""
-    places = [
-      dataclasses.replace(self._place, member=member, lane=lane, slice_coordinator=slice_coordinator)
-      for lane in range(lanes)
-    ]
-    return [{**self._variables, **place.environment()} for place in places]
 
   def _wait(self, worker: _LocalMember, life: int, process: subprocess.Popen[bytes]) -> None:
     """Thread: waits for one process. The first one that ends takes the others of its slice with it."""
@@ -118,27 +113,13 @@ class Workers:
   def restart(self, member: int, seconds: float) -> None:
     """Starts the member again after so many seconds, unless a rehearsed fault says when."""
     with self._lock:
-      if self._closing:
-        return
       worker = self._workers[member]
-      at = time.monotonic() + seconds
       if worker.absent_until is not None:
-        at = worker.absent_until
-      worker.restart_at = at
-      if at == float("inf"):
-        return
-      self._log(f"Starting member {member} again in {at - time.monotonic():.1f} s.")
-    threading.Thread(target=self._start_later, args=(worker,), name=f"restarts member {member}", daemon=True).start()
-
-  def _start_later(self, worker: _LocalMember) -> None:
-    while True:
-      with self._lock:
-        if self._closing or worker.restart_at is None:
-          return
-        if (left := worker.restart_at - time.monotonic()) <= 0:
-          self._start(worker)
-          return
-      time.sleep(min(left, 0.05))
+        seconds = max(0.0, worker.absent_until - time.monotonic())
+      worker.is_down = True
+      if seconds < float("inf") and not self._closing:
+        self._log(f"Starting member {member} again in {seconds:.1f} s.")
+        _after(seconds, self._start, worker, worker.lives)
 
   def kill(self, member: int) -> None:
     """Ends the member's processes at once, also if they are stopped."""
@@ -161,16 +142,12 @@ class Workers:
       elif action == "hang":
         self._signal(member, signal.SIGSTOP)
         if seconds is not None:
-          timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), self._signal, (member, signal.SIGCONT))
-          timer.daemon = True
-          timer.start()
+          _after(seconds, self._signal, member, signal.SIGCONT)
       elif action == "give_back":
         self._signal(member, signal.SIGCONT)
-        if worker.restart_at is not None:
-          worker.restart_at = time.monotonic()
-          if worker.absent_until == float("inf"):
-            threading.Thread(target=self._start_later, args=(worker,), daemon=True).start()
-          worker.absent_until = None
+        worker.absent_until = None
+        if worker.is_down:
+          _after(0.0, self._start, worker, worker.lives)
 
   def close(self, number: int, seconds: float) -> None:
     """Sends the signal to all processes, and SIGKILL to those that are left after `seconds`. Returns when all ended."""
@@ -182,6 +159,13 @@ class Workers:
         process.send_signal(number)
         process.send_signal(signal.SIGCONT)
     _wait_for(processes, seconds)
+
+
+def _after(seconds: float, work: Callable[..., None], *arguments: object) -> None:
+  """Calls work(*arguments) in a thread, after so many seconds."""
+  timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), work, arguments)
+  timer.daemon = True
+  timer.start()
 
 
 def _wait_for(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> int:

@@ -129,6 +129,12 @@ def test_a_host_without_an_address_on_the_exchange_network_is_refused_before_the
     cluster.start(ClusterSection(num_slices=3), RULES, ElasticSection(exchange_network="10.99.0.0/16"))
 
 
+def test_torchrun_cannot_replace_a_slow_worker(environment):
+  environment(RANK="0", WORLD_SIZE="4")
+  with pytest.raises(ConfigError, match=r"elastic_slow_factor=1\.5: torchrun starts all workers again.*\n.*agents"):
+    cluster.start(ClusterSection(num_slices=3), dataclasses.replace(RULES, slow_factor=1.5))
+
+
 def test_a_group_that_is_too_small_for_a_run_that_is_not_elastic_is_refused(environment):
   environment(RANK="0", WORLD_SIZE="2")
   with pytest.raises(ConfigError, match=r"torchrun has started 2 workers.*\nSet elastic_enabled=true"):

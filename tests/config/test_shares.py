@@ -22,7 +22,8 @@ def chosen(tmp_path, *keys: str):
     (8, 1, 8192, 8),
     (16, 1, 8192, 8),  # at most 8
     (1, 6, 8192, 6),
-    (3, 2, 8192, 6),  # 2 micro-batches of 3 rows: 1, 2 or 6 shares
+    (3, 2, 8192, 6),  # 2 micro-batches of 3 rows: 1, 2, 3 or 6 shares
+    (3, 4, 8192, 6),  # 4 micro-batches of 3 rows: a share is a micro-batch of 2 rows
     (1, 12, 16384, 6),  # 8 does not divide 12
     (0.5, 4, 16384, 4),
   ],
@@ -56,6 +57,9 @@ def test_a_number_that_does_not_cut_the_rows_is_refused(tmp_path):
     chosen(tmp_path, "per_device_batch_size=8", "shares_per_slice=5")
   with pytest.raises(ConfigError, match=r"shares_per_slice=0"):
     chosen(tmp_path, "per_device_batch_size=8", "shares_per_slice=0")
+  devices_decide = "gradient_accumulation_steps=2", "ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1"
+  with pytest.raises(ConfigError, match=r"shares_per_slice=3: its rows .*accumulation_steps=2.*\.\nUse 1, 2, or -1"):
+    chosen(tmp_path, *devices_decide, "shares_per_slice=3")
 
 
 def test_devices_that_share_a_row_make_more_cuts_possible(tmp_path):

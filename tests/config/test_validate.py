@@ -61,6 +61,7 @@ REFUSED = [
   (["adam_b2=1"], "must be below 1"),
   (["exchange_streams=0"], "exchange_streams=0: slices need a connection"),
   (["exchange_network=10.1.0.0/33"], "Give a subnet such as 10.1.0.0/16"),
+  (["elastic_slow_factor=0.9"], "Use more than 1, or 0."),
   (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),
   (["ici_tensor_parallelism=0"], "must be a positive size"),
   (["ici_tensor_parallelism=-1"], "ici_fsdp_parallelism and ici_tensor_parallelism are -1"),

@@ -56,3 +56,17 @@ def test_shares_that_a_member_gets_later_are_added_to_what_it_has(group, gains):
       np.testing.assert_array_equal(own.host_scalars(), [sum(range(first, own.stop))])
   assert sorted(computed) == sorted(shares)  # each share once
   rounds.close()
+
+
+def test_the_wait_for_data_counts_as_computation():
+  """So a slice whose data comes late is called slow, and gets fewer shares to read."""
+  rounds, peers = rounds_of(1)
+  reported: list[float] = []
+  send = lambda kind, **fields: reported.append(fields["seconds"])
+  peers.shares, peers.dealt, peers.epoch, peers.interrupted = (0,), {0: (0,)}, 1, False
+  peers.connect, peers.commit = lambda *state: None, lambda name, checksum: {}
+  peers.membership = types.SimpleNamespace(send=send)
+  peers.exchange = types.SimpleNamespace(reduce=lambda *call, **more: None)
+  rounds.agree("step 1", lambda: 0, lambda share: Contribution((np.float32(1),)), None, waited=7.0)
+  assert 7.0 <= reported[0] < 8.0
+  rounds.close()

@@ -201,6 +201,20 @@ def test_a_member_that_cannot_be_started_has_failed_and_may_start_later():
   ends.workers.close(0, 0.0)
 
 
+def test_a_member_that_is_given_back_before_its_end_is_known_starts_again():
+  ends = Ends("time.sleep(600)")
+  ends.workers.start()
+  ends.workers.fault("lose", 0, float("inf"))
+  ends.workers.fault("give_back", 0, None)
+  assert ends.ended.wait(20) and ends.codes == [-signal.SIGKILL]
+  ends.workers.restart(0, 0.0)
+  deadline = time.monotonic() + 20
+  while ends.running < 2 and time.monotonic() < deadline:
+    time.sleep(0.01)
+  assert ends.running == 2
+  ends.workers.close(signal.SIGKILL, 0.0)
+
+
 # ---- signals while a launcher starts
 
 

@@ -69,6 +69,16 @@ def test_slices_as_processes_get_a_policy_for_the_program_of_one_slice(no_compil
   assert found == [[1]]
 
 
+def test_keys_of_processes_get_their_table_unless_one_program_computes_all_slices(no_compiler, capsys):
+  no_compiler[1] = analysis.Refused(1, "too much", too_large=True)
+  keys = [*TINY, "num_slices=4", "attention=dot_product", "gradient_accumulation_steps=4", "shares_per_slice=4"]
+  assert main(keys) == 1
+  assert "Slices as processes, shares_per_slice=4" in capsys.readouterr().out
+  assert main([*keys, "cluster=simulated"]) == 2
+  said = capsys.readouterr().err
+  assert said.startswith("error: shares_per_slice=4: the slices of a simulated cluster") and "=-1, or start" in said
+
+
 def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
   no_compiler[2] = analysis.Refused(2, "too much", too_large=True)
   no_compiler[1] = analysis.Refused(1, "INTERNAL: Mosaic failed to compile TPU kernel")

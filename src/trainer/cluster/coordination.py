@@ -104,7 +104,7 @@ class WithPeers(Coordination):
     self.peers.finished(code)
 
   def is_reported(self) -> bool:
-    self.peers.refuse()
+    self.peers.membership.send("finished", code=_BAD_INPUT)
     # The primary waits a little too: it stays the primary while the others join.
     seconds = _REPORT_SECONDS / 5 if self.peers.is_primary else _REPORT_SECONDS
     return self.peers.wait_for_code(seconds) == _BAD_INPUT

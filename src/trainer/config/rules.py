@@ -72,6 +72,17 @@ def of_one_process(elastic: ElasticSection) -> Iterator[str]:
       )
 
 
+def of_one_program(elastic: ElasticSection, cluster: str) -> Iterator[str]:
+  """Keys of slices that are processes, given where one program sums the slices of this kind of cluster."""
+  for name in ("shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor"):
+    default = type(elastic).model_fields[name].default
+    if (value := getattr(elastic, name)) != default:
+      yield (
+        f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
+        f"Give {name}={default}, or start the slices as processes with `python -m trainer.launch.local`."
+      )
+
+
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:
   """The sizes of a group multiply to `total` slices or devices per slice; total=0 is not known yet."""
   zeros = [name for name, size in sizes.items() if size == 0]

@@ -399,7 +399,7 @@ class ElasticSection(Section):
   tokens in a share."""
   elastic_slow_factor: float = Field(0.0, ge=0, le=1000)
   """Slices as separate processes: replace a slice that needs so many times the median for a share, over 60 steps, if a
-  spare waits. 0: never. In any case its shares move to the others, and it is named."""
+  spare waits that was not as slow. 0: never. In any case its shares move to the others, and it is named."""
   exchange_network: str = ""
   """Slices as separate processes: the network on which they exchange gradients. A network interface (eth1) or a subnet
   (10.1.0.0/16); every host must have an address there. "": the address that a host has towards the supervisor, or that

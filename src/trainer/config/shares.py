@@ -23,11 +23,7 @@ def resolve(config: Config) -> Config:
   possible = _possible(config)
   if given != -1:
     if given not in possible:
-      raise ConfigError(
-        f"shares_per_slice={given}: a slice computes {_rows(config):g} rows for each group of devices that share a row "
-        f"(per_device_batch_size x gradient_accumulation_steps), in equal micro-batches.\nUse "
-        f"{', '.join(map(str, possible))}, or -1."
-      )
+      raise ConfigError(f"shares_per_slice={given}: {_work(config)}.\nUse {', '.join(map(str, possible))}, or -1.")
     return config
   recorded = _recorded(config)
   chosen = recorded if recorded in possible else _chosen(config, possible)
@@ -46,6 +42,17 @@ def _chosen(config: Config, possible: list[int]) -> int:
   return max(shares for shares in possible if shares == 1 or (shares <= MOST and tokens / shares >= LEAST_TOKENS))
 
 
+def _work(config: Config) -> str:
+  """What a slice computes in a step, for a message."""
+  rows, accumulation = _rows(config), config.optimizer.gradient_accumulation_steps
+  if not rows:
+    return f"its rows depend on the devices, so only gradient_accumulation_steps={accumulation} can be divided"
+  return (
+    f"a slice computes {rows:g} rows for each group of devices that share a row (per_device_batch_size x "
+    "gradient_accumulation_steps), in equal micro-batches"
+  )
+
+
 def _rows(config: Config) -> float:
   """Rows of a slice and step for each group of devices that share a row; 0 if the devices decide about their number."""
   parallelism = config.parallelism
@@ -55,10 +62,10 @@ def _rows(config: Config) -> float:
 
 
 def _possible(config: Config) -> list[int]:
-  """Numbers of shares with equal micro-batches that are no larger than those of the whole: divisors of the rows of a
-  micro-batch times the micro-batches, or divisors of the micro-batches."""
+  """Numbers of shares with equal micro-batches that are no larger than those of the whole: divisors of the
+  micro-batches, and those divisors of all rows of a slice that make a share one micro-batch."""
   accumulation, rows = config.optimizer.gradient_accumulation_steps, int(_rows(config))
-  finer = [shares for shares in range(accumulation, rows + 1, accumulation) if rows % shares == 0]
+  finer = [shares for shares in range(accumulation, rows + 1) if rows % shares == 0]
   return sorted({shares for shares in range(1, accumulation + 1) if accumulation % shares == 0} | set(finer))
 
 

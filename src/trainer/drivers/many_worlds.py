@@ -124,7 +124,9 @@ class ManyWorlds:
       compared = ComparedShare(self._peers, checks, seed, check, compute)
       checksum = functools.partial(checks.number, checks.of_state(state))
     settled = functools.partial(self._settled, checksum)
-    scalars, self.slice_seconds = self._rounds.agree(f"step {n}", settled, compute, self._total, compared)
+    scalars, self.slice_seconds = self._rounds.agree(
+      f"step {n}", settled, compute, self._total, compared, self.data_wait_seconds
+    )
     computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
     self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
     self.proof |= {"witness": compared.record()} if compared else {}

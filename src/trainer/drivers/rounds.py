@@ -86,12 +86,14 @@ class Rounds:
     compute: Callable[[Share], Contribution],
     total: np.ndarray | None,
     compared: Compared | None = None,
+    waited: float = 0.0,
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
     compute(share) once for each share of this member. checksum(): of this member's weights. The round is committed only
-    if all members have the same checksum. compared: computes in the place of `compute`. Raises StopRequested if the
-    round, an evaluation, is interrupted."""
-    peers, held, seconds = self._peers, dict[Share, _Sum](), 0.0
+    if all members have the same checksum. compared: computes in the place of `compute`. waited: seconds
+    for the data of the round, which count as its computation. Raises StopRequested if the round, an evaluation, is
+    interrupted."""
+    peers, held, seconds = self._peers, dict[Share, _Sum](), waited
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()

@@ -10,7 +10,7 @@ import jax
 
 from trainer.cluster import Cluster, View
 from trainer.config import rules
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, require
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
 from trainer.elastic.elastic_run import ElasticRun, Job, Outcome, Shared
@@ -22,8 +22,6 @@ from trainer.observe.events import EventLog, read_events
 
 _RESET_STEPS = 10  # completed steps after which the count of attempts is reset
 _SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
-# These keys have an effect only where slices are processes.
-_KEYS_OF_PROCESSES = ("shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor")
 
 # attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
 RunAttempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
@@ -190,19 +188,13 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       f"elastic_enabled=true: the {cluster.world.size} processes of this run share one JAX world, which cannot lose "
       "any of them.\nUse one process (cluster=pathways or simulated), or elastic_enabled=false."
     )
-  for key in _KEYS_OF_PROCESSES:
-    if cluster.recovers_in_process and (value := getattr(cfg, key)) != ElasticSection.model_fields[key].default:
-      raise ConfigError(
-        f"{key}={value}: the slices of a {cluster.kind} cluster sum inside one program.\n"
-        "Remove the key, or start the slices as processes with `python -m trainer.launch.local`."
-      )
   if cfg.witness_period and cluster.num_slices == 1:
     raise ConfigError(
       f"witness_period={cfg.witness_period}: a witness compares what two slices compute, and there is one slice.\n"
       "Use several slices, or witness_period=0."
     )
-  if not cluster.recovers_in_process and (mistakes := [*rules.of_one_process(cfg)]):
-    raise ConfigError(mistakes[0])
+  one_program = cluster.recovers_in_process
+  require(rules.of_one_program(cfg, cluster.kind) if one_program else rules.of_one_process(cfg))
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
     raise ConfigError(
       f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"

@@ -44,7 +44,7 @@ class StepRecord:
   router_load_min: float | None = None  # ... those of the least used one, ...
   router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
-  slice_seconds: dict[str, float] | None = None  # {slice: seconds that it computed}, where slices are separate worlds
+  slice_seconds: dict[str, float] | None = None  # {slice: seconds of its data and computation}; None: one world
   proof: dict[str, Any] | None = None  # what a recorder gets and metrics.jsonl has not: see services/receipt.py
 
 

@@ -16,8 +16,8 @@ from stepcost import chips, gpus, topologies
 from stepcost.chips import Chip
 from stepcost.text import size
 from trainer import cluster as cluster_lib
-from trainer.config import counts, shares
-from trainer.config.errors import ConfigError, counted, how_to_install
+from trainer.config import counts, rules, shares
+from trainer.config.errors import ConfigError, counted, how_to_install, require
 from trainer.config.schema import Config, DegradedStep, PreflightOptions, RematPolicy
 
 Slices = Sequence[Sequence[Any]]
@@ -126,8 +126,11 @@ def _check_hlo_file(path: str) -> None:
 
 
 def _separate(config: Config) -> bool:
-  """Whether each slice is a process with a program of its own."""
-  return config.cluster.cluster == "multiprocess"
+  """Whether each slice is a process with a program of its own. A file of keys may leave `cluster` to the launcher."""
+  kind, mistakes = config.cluster.cluster, [*rules.of_one_program(config.elastic, config.cluster.cluster)]
+  if kind in ("simulated", "pathways"):
+    require(mistakes)
+  return kind == "multiprocess" or bool(mistakes)
 
 
 def _process_lines(config: Config, total: int) -> list[str]:

@@ -82,26 +82,27 @@ def charge(incidents: list[Incident]) -> list[Incident]:
 
 def failing(run: RunHistory) -> list[dict[str, Any]]:
   """The newest records of the members that fail again and again, and have not returned."""
-  newest: dict[int, dict[str, Any]] = {}
-  for event in run.of_kind("member_failing", "slice_up"):
-    if event["kind"] == "slice_up":
-      for member in event["slice"] if isinstance(event.get("slice"), list) else ():
-        newest.pop(member, None)
-    else:
-      newest[event["member"]] = event
-  return list(newest.values())
+  return list(_newest(run, "member_failing").values())
 
 
 def troubled(run: RunHistory) -> list[str]:
   """Lines on the members that fail again and again, or are slower than the others, now."""
-  slow: dict[int, dict[str, Any]] = {}
-  for event in run.of_kind("member_slow", "slice_down"):
-    if event["kind"] == "member_slow":
-      slow[event["member"]] = event
+  slow = [event for event in _newest(run, "member_slow").values() if event["factor"] > 1]
+  return [*map(failing_line, failing(run)), *map(slow_line, slow)]
+
+
+def _newest(run: RunHistory, kind: str) -> dict[int, dict[str, Any]]:
+  """{member: its newest record of this kind}, since the last launch and since its slice was lost or returned."""
+  newest: dict[int, dict[str, Any]] = {}
+  for event in run.of_kind(kind, "run_start", "slice_down", "slice_up"):
+    if event["kind"] == kind:
+      newest[event["member"]] = event
+    elif event["kind"] == "run_start":
+      newest.clear()
     else:
       for member in event["slice"] if isinstance(event.get("slice"), list) else ():
-        slow.pop(member, None)
-  return [*map(failing_line, failing(run)), *(slow_line(event) for event in slow.values() if event["factor"] > 1)]
+        newest.pop(member, None)
+  return newest
 
 
 def slices_lost(run: RunHistory) -> int:

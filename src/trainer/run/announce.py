@@ -132,5 +132,10 @@ def _shares_line(config: Config, slices: int) -> list[str]:
   shares = config.elastic.shares_per_slice
   if shares == -1 or slices == 1:
     return []
+  tokens = config.data.per_device_batch_size * config.data.max_target_length
+  tokens *= config.optimizer.gradient_accumulation_steps / shares
   speed = batch_plan.relative_throughput(slices, slices - 1, shares)
-  return [f"shares_per_slice={shares}: with {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"]
+  return [
+    f"shares_per_slice={shares}: each share has {tokens:,.0f} tokens of a device, and gathers the weights inside its "
+    f"slice. With {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"
+  ]

@@ -57,7 +57,7 @@ class Driver(Protocol):
   runs_ahead: bool  # whether `step` returns before the step is computed: its record is written during the next one
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
   data_wait_seconds: float  # how long the last step waited for its batch
-  slice_seconds: dict[str, float] | None  # {slice: seconds that it computed in the last step}; None: not timed
+  slice_seconds: dict[str, float] | None  # {slice: seconds of its data and computation in the step}; None: not timed
   proof: dict[str, Any]  # what the receipt says of the last step besides its numbers: see docs/trust.md
 
   @property

@@ -34,7 +34,6 @@ class Membership:
     of epochs before this one; called from a thread when the members change. warn takes a line for people."""
     self.member = place.member
     self.connected = True
-    self.leaving = False  # the supervisor knows that this process has SIGTERM
     self.stop_asked = False  # the supervisor has SIGTERM
     self.interrupted = False  # the evaluation under way ends; the message is perhaps not handled yet
     self._interrupt, self._warn = interrupt, warn
@@ -103,8 +102,9 @@ class Membership:
       self._lost()
 
   def _beat(self) -> None:
+    leaves = False
     while not self._closed.wait(_BEAT_SECONDS) and self.connected:
       self.send("beat", busy=self._busy())
-      if self._noticed() and not self.leaving:
-        self.leaving = True
+      if self._noticed() and not leaves:
+        leaves = True
         self.send("leave")

@@ -19,10 +19,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.epochs import Epochs, Member, Told
 from worlds.membership.failures import BAD_INPUT, FAILED
-from worlds.membership.messages import OPENED, Message, message, slow_line, step_of
+from worlds.membership.messages import OPENED, message, step_of
 from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
@@ -65,7 +65,6 @@ class Coordinator(Epochs):
     if found is None or not found.whole(("ready",), lane):
       return []
     found.has(newest, holds=holds)
-    self.pulse.ready(member)
     if self.phase == "gathering":
       return self._gather()
     if self.phase == "holding":
@@ -112,6 +111,7 @@ class Coordinator(Epochs):
   def done(self, member: int, lane: int, epoch: int, round_name: str, checksum: int) -> Effects:
     """`member` has the sums of the round in this epoch, and has computed its shares with weights of this checksum. The
     last report of an epoch's round commits it, if all have the same weights."""
+    step_of(round_name)  # ValueError before anything changes
     found = self._members.get(member)
     if self.phase != "running" or found is None or epoch != self.epoch or member not in self.active:
       return []
@@ -174,19 +174,17 @@ class Coordinator(Epochs):
     if self.stopping or not staying:
       self._evaluation, self._interrupted, self.epoch = "", True, self.epoch + 1
       self.pulse.begin_epoch()
-      fresh = [Send(m, message("end", code=42, reason="")) for m in sorted(self.active - self.live)]
-      return [*(Send(m, self._interruption(leave=False)) for m in sorted(self.live)), *fresh]
-    effects: Effects = [Send(m, self._interruption(leave=True)) for m in sorted(leaving)]
+      fresh = to_all(self.active - self.live, message("end", code=42, reason=""))
+      return [*to_all(self.live, message("interrupt", epoch=self.epoch, leave=False)), *fresh]
+    effects = to_all(leaving, message("interrupt", epoch=self.epoch + 1, leave=True))
     self._let_go(leaving)
     return [*effects, *self._world()]
-
-  def _interruption(self, *, leave: bool) -> Message:
-    return message("interrupt", epoch=self.epoch + leave, leave=leave)
 
   def finished(self, member: int, code: int) -> Effects:
     """`member` has done everything that it owes, or has found wrong input (code 2)."""
     if code == BAD_INPUT:
       self.failures.refuses(member)
+      self._refused.add(member)
       return []
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
@@ -210,6 +208,8 @@ class Coordinator(Epochs):
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()
     if self.phase == "leading":  # the leader says whether it needs any other member
+      if member == self._leader and member in self._refused and not self.failures.progress:
+        return self.end(BAD_INPUT)  # the newest state does not fit: no other leader would do better
       return self._gather_again() if member == self._leader else []
     if self.phase not in ("running", "holding") or not was_active:
       return []
@@ -242,7 +242,7 @@ class Coordinator(Epochs):
     """To be called several times a second: limits of waits and of silence."""
     if self.phase == "over":
       return []
-    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members)]
+    effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members, self.starting)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
       effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._reconnect()
     if self.phase == "leading" and self._is_broken():
@@ -284,7 +284,7 @@ class Coordinator(Epochs):
 
   def _lead(self) -> Effects:
     """Asks one member to restore the newest state, and the others to help it."""
-    self.phase, self.epoch, self._broken_at = "leading", self.epoch + 1, None
+    self.phase, self.epoch, self._broken_at, self._refused = "leading", self.epoch + 1, None, set()
     ready = self._ready()
     # A state in memory needs no backup. Then the member that needs the fewest parts of the others, and of these the
     # primary, because it holds the records.
@@ -292,8 +292,7 @@ class Coordinator(Epochs):
     alone = ready[leader].holds or self._failed_leads > _MOST_FAILED_LEADS
     asked = [leader] if alone else [m for m in ready if frozenset((leader, m)) not in self._unreached]
     self._leader = self.primary = leader  # so the log says what is restored, and what is damaged
-    lead = message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked))
-    return [Send(member, lead) for member in sorted(asked)]
+    return to_all(asked, message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked)))
 
   def _gather_again(self) -> Effects:
     """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
@@ -315,7 +314,7 @@ class Coordinator(Epochs):
     for member in self._survivors:
       self._members[member].has(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
-    asked = [Send(member, message("regather")) for member in sorted(self._survivors)]
+    asked = to_all(self._survivors, message("regather"))
     return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]
 
   def _stop_start(self) -> Effects:
@@ -367,13 +366,10 @@ class Coordinator(Epochs):
 
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
-    effects: Effects = []
-    for told in self._dealing.computed(step, {int(member): took for member, took in seconds.items()}):
-      effects += [Note(slow_line(told)), *(Send(member, told) for member in sorted(self.active))]
+    effects = self._tell_slow(self._dealing.computed(step, {int(member): took for member, took in seconds.items()}))
     limit = self._rules.slow_factor
     for slow in self._dealing.speeds.slow:
-      spares = len(self._joiners(more=1)) - (self._total - len(self.active))
-      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and spares > 0:
+      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and self._spare_waits(limit):
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects
@@ -383,10 +379,7 @@ class Coordinator(Epochs):
     if not self._dealing.better():
       return []
     self._dealing.speeds.dealt()
-    changed_at = self._changed_at
-    effects = self._world(keeps=False)
-    self._changed_at = changed_at  # the same members
-    return [Note("Shares move between members, because their speeds have changed."), *effects]
+    return [Note("Shares move between members, because their speeds have changed."), *self._world(keeps=False)]
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())

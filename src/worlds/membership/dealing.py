@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from worlds.membership.messages import Message, message, to_ranges
 from worlds.membership.rules import RunRules
-from worlds.membership.speeds import Speeds
+from worlds.membership.speeds import Slow, Speeds
 
 _MOST_RANGES = 2048  # of shares in a message, besides one for each member. Losses divide them; then all are dealt again
 
@@ -21,6 +21,7 @@ class Dealing:
     self._shares, self._group = rules.shares, rules.group
     self.speeds = Speeds()
     self.dealt: dict[int, list[int]] = {}  # of the last epoch
+    self._told: dict[int, int] = {}  # {slow member: how many shares the last message `slow` says that it has}
 
   def deal(self, active: Collection[int], keeps: bool) -> None:
     """Deals all shares to these members. keeps: no member loses a share."""
@@ -35,7 +36,16 @@ class Dealing:
     speed has changed."""
     changed = self.speeds.computed(step, seconds, self.dealt)
     numbers = (changed and self.better()) or {member: len(shares) for member, shares in self.dealt.items()}
-    return [message("slow", **slow._asdict(), shares=numbers[slow.member], of=self._group) for slow in changed]
+    return [self._message(slow, numbers[slow.member]) for slow in changed]
+
+  def moved(self) -> list[Message]:
+    """Shares were dealt again. Returns a message `slow` for each slow member with another number than was told."""
+    numbers = {slow: len(self.dealt[slow.member]) for slow in self.speeds.slow}
+    return [self._message(slow, number) for slow, number in numbers.items() if number != self._told.get(slow.member)]
+
+  def _message(self, slow: Slow, number: int) -> Message:
+    self._told[slow.member] = number
+    return message("slow", **slow._asdict(), shares=number, of=self._group)
 
   def better(self) -> dict[int, int]:
     """{member: how many shares it should have now}, if it is worth an epoch to deal them again; else {}."""

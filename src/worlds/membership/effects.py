@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from worlds.membership.messages import Message
@@ -33,3 +34,8 @@ class Note:
 
 Effect = Send | Kill | Note
 Effects = list[Effect]
+
+
+def to_all(members: Iterable[int], message: Message) -> Effects:
+  """Returns the effects that send one message, which is encoded once, to these members."""
+  return [Send(member, message) for member in sorted(members)]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from worlds.membership.dealing import Dealing
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import message, to_ranges
+from worlds.membership.messages import Message, message, slow_line, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
 from worlds.membership.witness import Sums, Witness, alarm_line
@@ -94,7 +94,7 @@ class Epochs:
     self._members: dict[int, Member] = {}  # connected
     self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
-    self._changed_at = -float("inf")  # last change of the active members, other than the first epoch
+    self._changed_at = -float("inf")  # last change of the active members; a start is none
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
     self._evaluation = ""  # the round under way, if it is known to be an evaluation
@@ -111,6 +111,7 @@ class Epochs:
     self._told = Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._failed_leads = 0  # in a row
+    self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
@@ -127,7 +128,7 @@ class Epochs:
     """The run is over, with this exit code. reason: why it cannot go on."""
     self.phase, self.code = "over", code
     notes: Effects = [Note(reason)] if reason else []
-    return notes + [Send(member, message("end", code=code, reason=reason)) for member in sorted(self._members)]
+    return notes + to_all(self._members, message("end", code=code, reason=reason))
 
   def _try_again(self) -> Effects:
     """The run has failed as a whole: ends it after too many attempts."""
@@ -141,15 +142,24 @@ class Epochs:
   def _ready(self) -> dict[int, Member]:
     return {member: found for member, found in self._members.items() if found.ready}
 
-  def _preference(self, member: int) -> tuple[bool, int]:
-    """Order in which ready members join: members that have returned before spares."""
-    return (not self._members[member].was_active, member)
+  def _preference(self, member: int) -> tuple[float, bool, int]:
+    """Order in which ready members join: the fastest first, and of these members that have returned before spares."""
+    return (-self._dealing.speeds.of([member])[member], not self._members[member].was_active, member)
 
-  def _joiners(self, more: int = 0) -> list[int]:
-    """Ready members that may join now. more: places that would be free besides those that are."""
+  def _waiting(self) -> list[int]:
+    """Ready members that may join if places are free, in the order in which they join."""
     ready = [member for member, found in self._members.items() if found.ready and member not in self.active]
     ready = [member for member in ready if self._apart.get(member, (0.0, 0.0))[0] <= self.clock()]
-    return sorted(ready, key=self._preference)[: self._total - len(self.active) + more]
+    return sorted(ready, key=self._preference)
+
+  def _joiners(self) -> list[int]:
+    """Ready members that may join now."""
+    return self._waiting()[: self._total - len(self.active)]
+
+  def _spare_waits(self, factor: float) -> bool:
+    """Whether a member waits that no free place needs, and that was not slower than the median by `factor`."""
+    spares = self._waiting()[self._total - len(self.active) :]
+    return any(1 / speed < factor for speed in self._dealing.speeds.of(spares).values())
 
   def _let_go(self, leave: Collection[int]) -> None:
     """These members end: they are not active any more, and do not join again."""
@@ -173,7 +183,8 @@ class Epochs:
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
-    self._changed_at = self.clock()
+    if self._told.members and self._told.members.keys() != set(map(str, self.active)):
+      self._changed_at = self.clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)
@@ -197,8 +208,9 @@ class Epochs:
     self._dealing.deal(self.active, keeps)
     self.witness.begin_epoch(self.active)
     check = self.witness.check(self.epoch)
-    before = [Send(member, check) for member in sorted(self.active)] if check else []
-    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source)]
+    before = to_all(self.active, check) if check else []
+    moved = [] if keeps else self._tell_slow(self._dealing.moved())
+    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source), *moved]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
@@ -213,6 +225,13 @@ class Epochs:
     fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
     whole, change = (message(kind, **told.since(base), **fields) for base in (Told(), before))
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
+
+  def _tell_slow(self, told: Sequence[Message]) -> Effects:
+    """Tells the log and the active members the messages `slow`."""
+    effects: Effects = []
+    for one in told:
+      effects += [Note(slow_line(one)), *to_all(self.active, one)]
+    return effects
 
   # ---- the witness
 
@@ -255,7 +274,7 @@ class Epochs:
       self.primary = min(self.live - set(found.members))  # it records the alarm
     told = message("alarm", outcome=found.kind, round=self._round, primary=self.primary, **fields)
     line = alarm_line(told)
-    effects: Effects = [Send(member, told) for member in sorted(self.active)]
+    effects = to_all(self.active, told)
     if found.kind == "undecided":
       return effects + self.end(FAILED, line), False
     effects.append(Note(line))
@@ -268,6 +287,8 @@ class Epochs:
 
   def broken(self, member: int, epoch: int, unreached: Sequence[int] = ()) -> Effects:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
+    if not all(isinstance(other, int) for other in unreached):
+      raise ValueError(f"sent 'broken' with members={unreached}")
     if epoch == self.epoch and (member in self.active or member == self._leader):
       self._broken_at = self.clock() if self._broken_at is None else self._broken_at
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}

@@ -37,9 +37,8 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   # It has the sums of all shares; it applies them when the round is committed. checksum: of the weights with which it
   # computed its shares, the same on all members.
   "done": {"epoch": int, "round": str, "checksum": int},
-  # Its connections to these members have failed, or cannot be made; the exchange cannot go on in this epoch.
+  # The exchange cannot go on in this epoch, because connections have failed. members: to these, none can be made.
   "broken": {"epoch": int, "members": list},
-  "unreachable": {"epoch": int, "members": list},
   # It begins an evaluation, its next round. Other work that is part of the evaluation may come before the sums.
   "evaluates": {"round": str},
   # It has SIGTERM: it wants to leave after the step under way, or in the evaluation under way.

@@ -44,7 +44,6 @@ class Pulse:
     self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
     self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
     self._beats: dict[int, dict[int, tuple[float, str]]] = {}  # member: lane: (time, what it does besides steps)
-    self._ready: set[int] = set()  # members that wait for work or do it, and no longer import or compile
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
     self._proven: set[int] = set()  # members that have computed a round: all their programs are loaded
     self._longest_first = 0.0  # seconds of the longest first computation
@@ -58,15 +57,10 @@ class Pulse:
     if busy:
       self._busy_until[member] = self._clock()
 
-  def ready(self, member: int) -> None:
-    """`member` can compute."""
-    self._ready.add(member)
-
   def forget(self, member: int) -> None:
     """`member` is lost."""
     self._beats.pop(member, None)
     self._computed.pop(member, None)
-    self._ready.discard(member)
     self._proven.discard(member)
     self._busy_until.pop(member, None)
 
@@ -113,11 +107,12 @@ class Pulse:
       if now - at > _LATE_SECONDS
     ]
 
-  def silent(self, members: Collection[int]) -> Iterator[tuple[int, str, float]]:
-    """(member, reason, seconds) of members of which a process has given no sign of life for so long."""
+  def silent(self, members: Collection[int], starting: Collection[int]) -> Iterator[tuple[int, str, float]]:
+    """(member, reason, seconds) of members of which a process has given no sign of life for so long.
+    starting: members that still import or compile."""
     now, of_ready = self._clock(), self.limit if self._steps else self._start_silence
     for member in sorted(members):
-      limit = of_ready if member in self._ready else self._start_silence
+      limit = self._start_silence if member in starting else of_ready
       seconds = max((now - at for at, _ in self._beats.get(member, {}).values()), default=0.0)
       if seconds > limit:
         yield member, f"no sign of life for {seconds:.1f} s", seconds

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from worlds import addresses
 from worlds.interruptions import PREEMPTED
 from worlds.lines import Sparse
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.effects import Effects, Kill, Note, Send
-from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, failing_line, message, step_of
+from worlds.membership.effects import Effects, Kill, Note, Send, to_all
+from worlds.membership.messages import FROM_AGENT, FROM_MEMBER, Message, check, failing_line, message
 from worlds.membership.wire import HANDSHAKE_SECONDS, Channel, WireError
 
 _TICK_SECONDS = 0.1
@@ -25,6 +24,20 @@ _CLOSE_SECONDS = 5.0
 
 FaultHandler = Callable[[str, int, float | None], None]
 AgentHandler = Callable[[Channel, Message], None]
+# What a message `m` of the process `lane` of a member leads to.
+_REPORTS: Mapping[str, Callable[[Coordinator, int, int, Message], Effects]] = {
+  "ready": lambda run, member, lane, m: run.ready(member, lane, m["newest"], m["holds"]),
+  "restored": lambda run, member, lane, m: run.restored(member, lane, m["epoch"], m["step"]),
+  "joined": lambda run, member, lane, m: run.joined(member, lane, m["epoch"]),
+  "computed": lambda run, member, lane, m: run.computed(member, m["epoch"], m["seconds"]),
+  "device": lambda run, member, lane, m: run.device(member, m["where"], m["numerics"]),
+  "witness": lambda run, member, lane, m: run.witnessed(member, m["epoch"], m["sums"]),
+  "done": lambda run, member, lane, m: run.done(member, lane, m["epoch"], m["round"], m["checksum"]),
+  "broken": lambda run, member, lane, m: run.broken(member, m["epoch"], m["members"]),
+  "evaluates": lambda run, member, lane, m: run.evaluates(member, m["round"]),
+  "leave": lambda run, member, lane, m: run.leave(member),
+  "finished": lambda run, member, lane, m: run.finished(member, m["code"]),
+}
 
 
 class Server:
@@ -92,13 +105,13 @@ class Server:
       self._carry_out(run.judge())
       if times > 1 and run.code is None:
         told = message("failing", member=member, host=host, error=reason, times=times, pause_seconds=seconds)
-        self._carry_out([Note(failing_line(told)), *(Send(other, told) for other in self.connected)])
+        self._carry_out([Note(failing_line(told)), *to_all(self.connected, told)])
       return seconds
 
   def stop(self) -> None:
     """The run must end in good order."""
     with self._lock:
-      asked = [Send(member, message("stop")) for member in self.connected]  # for what follows the last step
+      asked = to_all(self.connected, message("stop"))  # for what follows the last step
       self._carry_out([*asked, *self.coordinator.stop()])
 
   def end(self, code: int, reason: str) -> None:
@@ -109,14 +122,14 @@ class Server:
   def close(self) -> None:
     """Ends all connections and threads."""
     self._closed.set()
-    _shut_down(self._listener)  # closing alone would not wake the thread that accepts
+    wire.shut_down(self._listener)  # closing alone would not wake the thread that accepts
     self._listener.close()
     with self._lock:
       for channel in (*(channel for lanes in self._channels.values() for channel in lanes.values()), *self._agents):
         channel.close()
       self._channels.clear()
       for sock in self._strangers:
-        _shut_down(sock)
+        wire.shut_down(sock)
       threads = list(self._threads)
     deadline = time.monotonic() + _CLOSE_SECONDS
     for thread in threads:
@@ -153,15 +166,14 @@ class Server:
         sock.close()
         return
       if len(self._strangers) >= _MAX_STRANGERS:
-        _shut_down(next(iter(self._strangers)))
+        wire.shut_down(next(iter(self._strangers)))
         del self._strangers[next(iter(self._strangers))]
-      self._strangers[sock] = self.coordinator.clock()
       try:
         self._start("supervisor serves", functools.partial(self._serve, sock))
       except RuntimeError:
-        del self._strangers[sock]
         sock.close()
         raise
+      self._strangers[sock] = self.coordinator.clock()  # before the thread gets the lock
 
   def _serve(self, sock: socket.socket) -> None:
     """Thread: one connection, from its handshake to its end."""
@@ -171,13 +183,19 @@ class Server:
       if first is not None and first.get("kind") == "agent":
         self._serve_agent(sock, channel, first)
         return
-      if first is None and self._closed_in_time(sock):  # it has only asked whether the supervisor lives
-        channel.close()
-        return
-      member, lane, lanes, address = _identity(first)
       with self._lock:
-        if self._strangers.pop(sock, None) is None or self._closed.is_set():
+        in_time = self._strangers.pop(sock, None) is not None and not self._closed.is_set()
+        if first is None and in_time:  # it has only asked whether the supervisor lives
+          channel.close()
+          return
+        if first is None or first.get("kind") != "hello":
+          raise ValueError("did not say hello")
+        if not in_time:
           raise WireError("came too late")
+        check(first, FROM_MEMBER)
+        member, lane, lanes, address = (first[name] for name in FROM_MEMBER["hello"])
+        if member < 0 or not 0 <= lane < lanes:
+          raise ValueError(f"sent a hello of member {member}, lane {lane} of {lanes}")
         if lane in self._channels.get(member, {}):
           reason = f"says that it is member {member}, lane {lane}, which has a connection already"
           channel.send(message("end", code=PREEMPTED, reason=f"The supervisor refuses this process: it {reason}."))
@@ -206,12 +224,6 @@ class Server:
       if self._channels.get(member, {}).get(lane) is channel:
         self.lost(member, reason)
 
-  def _closed_in_time(self, sock: socket.socket) -> bool:
-    """Whether a connection that has ended was not ended by this side. It is no stranger any more."""
-    with self._lock:
-      since = self._strangers.pop(sock, None)
-      return since is not None and self.coordinator.clock() - since < HANDSHAKE_SECONDS
-
   def _serve_agent(self, sock: socket.socket, channel: Channel, first: Message) -> None:
     """One connection of an agent. Raises ValueError if agents are refused, or if it breaks the protocol."""
     check(first, FROM_AGENT)
@@ -229,41 +241,16 @@ class Server:
   def _handle(self, member: int, lane: int, received: Message) -> Effects:
     """What one message of a member leads to. Raises ValueError if no member would send it."""
     check(received, FROM_MEMBER)
-    run, kind = self.coordinator, received["kind"]
+    kind = received["kind"]
+    if kind == "hello":
+      raise ValueError(f"sent a second {kind!r}")
     if kind == "beat":
-      run.pulse.beat(member, lane, received["busy"])
+      self.coordinator.pulse.beat(member, lane, received["busy"])
       return []
-    if kind == "ready":
-      return run.ready(member, lane, received["newest"], received["holds"])
-    if kind == "restored":
-      return run.restored(member, lane, received["epoch"], received["step"])
-    if kind == "joined":
-      return run.joined(member, lane, received["epoch"])
-    if kind == "computed":
-      return run.computed(member, received["epoch"], received["seconds"])
-    if kind == "device":
-      return run.device(member, received["where"], received["numerics"])
-    if kind == "witness":
-      return run.witnessed(member, received["epoch"], received["sums"])
-    if kind == "done":
-      step_of(received["round"])  # ValueError before anything changes
-      return run.done(member, lane, received["epoch"], received["round"], received["checksum"])
-    if kind == "broken":
-      return run.broken(member, received["epoch"])
-    if kind == "unreachable":
-      if not all(isinstance(other, int) for other in received["members"]):
-        raise ValueError(f"sent 'unreachable' with members={received['members']}")
-      return run.broken(member, received["epoch"], received["members"])
-    if kind == "evaluates":
-      return run.evaluates(member, received["round"])
-    if kind == "leave":
-      return run.leave(member)
-    if kind == "finished":
-      return run.finished(member, received["code"])
     if kind == "fault":
       self._fault(received["action"], received["target"], received["seconds"])
       return []
-    raise ValueError(f"sent a second {kind!r}")
+    return _REPORTS[kind](self.coordinator, member, lane, received)
 
   def _carry_out(self, effects: Effects) -> None:
     """To be called with the lock: so every member gets the messages in the order of the decisions."""
@@ -297,7 +284,8 @@ class Server:
         self._carry_out([*self._dead_hosts(), *self.coordinator.tick()])
         late = self.coordinator.clock() - HANDSHAKE_SECONDS
         for sock in [sock for sock, since in self._strangers.items() if since < late]:
-          _shut_down(sock)
+          del self._strangers[sock]
+          wire.shut_down(sock)
 
   def _dead_hosts(self) -> Effects:
     """Ends the members of hosts that do not answer."""
@@ -306,20 +294,3 @@ class Server:
       for member, lane, seconds in self.coordinator.pulse.late()
       if (channel := self._channels.get(member, {}).get(lane)) and channel.is_dead()
     ]
-
-
-def _identity(first: Message | None) -> tuple[int, int, int, str]:
-  """(member, lane, lanes, address) of a first message. Raises ValueError if it is something else."""
-  if first is None or first.get("kind") != "hello":
-    raise ValueError("did not say hello")
-  check(first, FROM_MEMBER)
-  member, lane, lanes, address = (first[name] for name in ("member", "lane", "lanes", "address"))
-  if member < 0 or not 0 <= lane < lanes:
-    raise ValueError(f"sent a hello of member {member}, lane {lane} of {lanes}")
-  return member, lane, lanes, address
-
-
-def _shut_down(sock: socket.socket) -> None:
-  """Ends the connection. A thread that waits for it wakes, and closes the socket."""
-  with contextlib.suppress(OSError):  # the other side was faster
-    sock.shutdown(socket.SHUT_RDWR)

@@ -31,6 +31,7 @@ class Speeds:
   def __init__(self) -> None:
     self._factors: dict[int, deque[float]] = {}  # of the last steps, by member
     self._slow: dict[int, Slow] = {}  # lost members too: one that starts again at the same place is probably still slow
+    self._told: dict[int, float] = {}  # {slow member: the factor that was told since its process started}
     self._hosts: dict[int, str] = {}
     self._dealt_at = -_PAUSE_STEPS  # the step after which shares were dealt for speed
     self._step = 0
@@ -44,9 +45,11 @@ class Speeds:
   def forget(self, member: int) -> None:
     """`member` is lost: its next process is measured anew."""
     self._factors.pop(member, None)
+    self._told.pop(member, None)
 
   def computed(self, step: int, seconds: Mapping[int, float], dealt: Dealt) -> list[Slow]:
-    """`step` is committed; its members have computed for so long. Returns the members whose speed has changed."""
+    """`step` is committed; its members have computed for so long. Returns the members whose speed has
+    changed, or that have started again and are still slow."""
     self._step = step
     each = {member: took / len(dealt[member]) for member, took in seconds.items() if dealt.get(member)}
     if len(each) < 2:
@@ -62,7 +65,7 @@ class Speeds:
     return changed
 
   def _judge(self, member: int, factors: list[float], usual: float) -> list[Slow]:
-    """Whether the member is slow now. Returns it if that has changed."""
+    """Whether the member is slow now. Returns it if that is news."""
     halves = factors[: _STEPS // 2], factors[_STEPS // 2 :]
     least, most = (choose(map(statistics.median, halves)) for choose in (min, max))
     factor, was = statistics.median(factors), self._slow.get(member)
@@ -70,13 +73,21 @@ class Speeds:
       if least < _SLOW or (least - 1) * usual < _LEAST_SECONDS:
         return []
       first = next(index for index, one in enumerate(factors) if one >= _SLOW)
-      self._slow[member] = Slow(member, factor, self._step - _STEPS + 1 + first)
-      return [self._slow[member]]
-    if most < _USUAL:
+      was, is_news = Slow(member, factor, self._step - _STEPS + 1 + first), True
+    elif most < _USUAL:
       del self._slow[member]
+      self._told.pop(member, None)
       return [Slow(member, 1.0, self._step)]
+    elif most >= _SLOW * least or factor < _USUAL:  # it changes: the next steps tell its new speed
+      return []
+    else:
+      told = self._told.get(member, 0.0)
+      is_news = not told / _SLOW < factor < told * _SLOW
     self._slow[member] = was._replace(factor=factor)
-    return []
+    if not is_news:
+      return []
+    self._told[member] = factor
+    return [self._slow[member]]
 
   @property
   def slow(self) -> list[Slow]:

@@ -131,9 +131,14 @@ class Channel:
 
   def close(self) -> None:
     """Ends the connection. A thread that waits in `receive` gets None."""
-    with contextlib.suppress(OSError):  # the other side was faster
-      self._socket.shutdown(socket.SHUT_RDWR)
+    shut_down(self._socket)
     self._socket.close()
+
+
+def shut_down(sock: socket.socket) -> None:
+  """Ends the connection. A thread that waits for it wakes."""
+  with contextlib.suppress(OSError):  # the other side was faster
+    sock.shutdown(socket.SHUT_RDWR)
 
 
 def accept(sock: socket.socket, token: bytes) -> Channel:

@@ -161,10 +161,12 @@ def test_every_share_is_dealt_once_after_any_change(shares, members):
 class Start:
   """A run of three members that starts after the loss of all. Every member can compute."""
 
-  def __init__(self, newest: dict[int, int], *, minimum: int = 1, expected: int | None = None) -> None:
-    """newest: {member: the newest step that it can restore by itself}."""
+  def __init__(
+    self, newest: dict[int, int], *, minimum: int = 1, expected: int | None = None, pause: float = 0.0
+  ) -> None:
+    """newest: {member: the newest step that it can restore by itself}. pause: RunRules.join_interval."""
     self.now = 0.0
-    self.run = Coordinator(RunRules(3, minimum, 3), clock=lambda: self.now, expected=expected)
+    self.run = Coordinator(RunRules(3, minimum, 3, join_interval=pause), clock=lambda: self.now, expected=expected)
     for member in newest:
       self.run.hello(member, 0, 1, f"address-{member}")
     self.sent: Effects = []
@@ -203,6 +205,31 @@ def test_the_member_with_the_newest_backup_leads_and_all_others_help_it():
   worlds = start.run.restored(1, 0, start.run.epoch, 25)
   assert [e.message["kind"] for e in worlds] == ["world"] * 3
   assert worlds[0].message["source"] == 1 and worlds[0].message["fresh"] == [0, 2]
+
+
+def test_a_member_joins_at_once_unless_the_members_have_just_changed():
+  """A start with two of three members is no change, and new connections of the same members are none."""
+  start = Start({0: 0, 1: 0}, expected=2, pause=30.0)
+  run = start.run
+  run.restored(0, 0, run.epoch, 0)
+  run.joined(1, 0, run.epoch)
+
+  def active_after(step: int) -> set[int]:
+    for member in sorted(run.active):
+      run.done(member, 0, run.epoch, f"step {step}", 7)
+    assert run.committed == f"step {step}"
+    return run.active
+
+  assert active_after(1) == {0, 1}
+  start.ready(2, 0)
+  run.broken(0, run.epoch)
+  start.wait(1.2)
+  assert active_after(2) == {0, 1, 2}
+  run.lost(2, "killed")
+  start.ready(2, 0)
+  assert active_after(3) == {0, 1}
+  start.wait(30.0)
+  assert active_after(4) == {0, 1, 2}
 
 
 @pytest.mark.parametrize(

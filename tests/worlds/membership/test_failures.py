@@ -156,6 +156,20 @@ def test_wrong_input_is_reported_by_one_process_although_all_of_them_find_it():
   assert run.run.code == BAD_INPUT
 
 
+@pytest.mark.parametrize(("code", "ends"), [(BAD_INPUT, True), (KILLED, False)])
+def test_a_state_that_does_not_fit_is_refused_once_and_not_by_each_member_in_turn(code, ends):
+  run = Run(members=0)
+  for member in range(3):
+    run.run.hello(member, 0, 1, "")
+    run.run.ready(member, 0, 7)
+  assert run.run.phase == "leading"
+  if code == BAD_INPUT:
+    run.run.finished(0, BAD_INPUT)
+  assert run.run.code is None, "it prints the message before it ends"
+  run.run.lost(0, f"ended with {code}")
+  assert run.run.phase == ("over" if ends else "gathering") and (run.run.code == BAD_INPUT) == ends
+
+
 def lose_and_return(run: Run, members: list[int], steps: int) -> None:
   for member in members:
     run.end(member, KILLED)

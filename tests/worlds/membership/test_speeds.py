@@ -109,7 +109,8 @@ def test_two_members_are_slow_and_one_recovers_and_slows_again():
   steps, noise = Steps(), random.Random(0)
   steps.factors |= {2: 2.0, 5: 1.3}
   named = [text for _, text in steps.notes(40, noise) if text.startswith("Slice")]
-  assert [text.split()[1] for text in named] == ["2", "5"]
+  assert [text.split()[1] for text in named] == ["2", "5", "5"]
+  assert named[1].endswith("8 of 8 shares.") and named[2].endswith("7 of 8 shares."), "they move 20 steps later"
   assert steps.numbers[2] == 4 and steps.numbers[5] in (6, 7) and max(steps.numbers) == 9
   steps.factors[2] = 1.0
   assert [text.split()[1] for _, text in steps.notes(40, noise)] == ["2"]  # nothing moves: no step would be shorter
@@ -211,3 +212,37 @@ def test_a_slow_member_stays_while_a_place_is_free():
   steps.run.lost(5, "killed")
   steps.joins(5)
   assert not [effect for effect in steps.do() if isinstance(effect, Kill)]
+
+
+def test_a_slow_member_is_not_replaced_by_a_spare_that_was_as_slow():
+  steps = Steps(slow_factor=1.5)
+  kills = lambda count: {effect.member for _ in range(count) for effect in steps.do() if isinstance(effect, Kill)}
+  steps.joins(8)
+  steps.factors[3] = 2.0
+  assert kills(65) == {3}
+  steps.run.lost(3, "slow")
+  steps.joins(3)
+  steps.factors |= {5: 2.0, 9: 1.0}
+  assert kills(100) == set(), "member 3 waits, and is as slow"
+  steps.joins(9)
+  assert kills(1) == {5}
+  steps.run.lost(5, "slow")
+  assert 9 in steps.run.active and 3 not in steps.run.active
+
+
+def test_a_slow_member_is_named_again_if_what_was_said_of_it_has_changed():
+  steps = Steps()
+  said = lambda count: [text.partition(" share in ")[2] for _, text in steps.notes(count) if "Slice 3" in text]
+  steps.notes(1)
+  steps.run._dealing.speeds.dealt()  # shares do not move in the next steps
+  steps.factors[3] = 1.3
+  assert said(40) == [f"1.30 times the median since step 2. It has {number} of 8 shares." for number in (8, 6)]
+  steps.factors[3] = 2.0
+  assert said(40) == ["2.00 times the median since step 2. It has 4 of 8 shares."]
+  steps.run.lost(3, "killed")
+  steps.joins(3)
+  assert said(40) == ["2.00 times the median since step 2. It has 4 of 8 shares."]
+  steps.factors[3] = 1.0
+  steps.notes(40)
+  steps.factors[3] = 2.0
+  assert said(40) == ["2.00 times the median since step 162. It has 4 of 8 shares."]

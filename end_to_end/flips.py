@@ -199,6 +199,8 @@ class Member(threading.Thread):
       clock=time.monotonic,
       lose=self._lose,
       grow=nothing,
+      begin_wait=nothing,
+      end_wait=nothing,
       cfg=config.elastic,
       session=self._session,
     )

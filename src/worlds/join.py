@@ -64,7 +64,7 @@ def _continue_when_launcher_ends() -> None:
 
 
 def _connect(place: Place) -> tuple[Channel | None, str, float]:
-  """A connection to the supervisor; None: there is none, for this reason. Also, how long to try. A launcher's
+  """Returns (the connection to the supervisor or None, why there is none, for how many seconds to try). A launcher's
   supervisor listens already: it may be stopped or slow, unless the system refuses the connection."""
   reasons, seconds = [], place.wait_seconds
   for address in place.supervisors:

@@ -221,8 +221,8 @@ class Peers:
 
   def commit(self, round_name: str, checksum: int) -> dict[str, float]:
     """Tells the supervisor that this member has the sums of the round, computed with weights of this checksum. Returns
-    {member: seconds that it computed} once the round is committed. Raises MembershipChanged if it must be exchanged
-    again or is interrupted, RunEnded and SupervisorLost."""
+    {member: seconds of its data and computation} once the round is committed. Raises MembershipChanged if it must be
+    exchanged again or is interrupted, RunEnded and SupervisorLost."""
     epoch = self.epoch
     self.membership.send("done", epoch=epoch, round=round_name, checksum=checksum)
     while self.epoch == epoch and not self.interrupted:

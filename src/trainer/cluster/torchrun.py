@@ -105,7 +105,7 @@ class TorchrunWorker:
     if rules.slow_factor:
       raise ConfigError(
         f"elastic_slow_factor={rules.slow_factor:g}: torchrun starts all workers again when one is replaced.\n"
-        "Remove it, or use agents (trainer.launch.agent) in the place of torchrun."
+        "Remove it, or use agents (trainer.launch.agent) instead of torchrun."
       )
     launched.check(rules, lanes=1)
     return ChildSupervisor(self, rules) if self.rank == 0 else None

@@ -79,7 +79,7 @@ def of_one_program(elastic: ElasticSection, cluster: str) -> Iterator[str]:
     if (value := getattr(elastic, name)) != default:
       yield (
         f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
-        f"Give {name}={default}, or start the slices as processes with `python -m trainer.launch.local`."
+        f"Remove the key ({name}={default}), or start the slices as processes with `python -m trainer.launch.local`."
       )
 
 

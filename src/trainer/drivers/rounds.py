@@ -90,9 +90,8 @@ class Rounds:
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
     compute(share) once for each share of this member. checksum(): of this member's weights. The round is committed only
-    if all members have the same checksum. compared: computes in the place of `compute`. waited: seconds
-    for the data of the round, which count as its computation. Raises StopRequested if the round, an evaluation, is
-    interrupted."""
+    if all members have the same checksum. compared: computes in the place of `compute`. waited: seconds for the data of
+    the round, which count as its computation. Raises StopRequested if the round, an evaluation, is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), waited
     while True:
       peers.connect(self._send_state, self._receive_state)

@@ -56,8 +56,10 @@ class SliceWitness:
       opt_state = faults.flips("flip_optimizer", slice_id, flatten, devices)(state.opt_state)
       state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if period and n % period == 0 and self._view.num_alive > 1:
-      with self._session.watchdog.during("witness"), self._elastic.recovery.paused():
-        self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
+      with self._session.watchdog.during("witness"):
+        self._guard.call(functools.partial(jax.block_until_ready, state), f"step {n - 1}")  # may end a recovery
+        with self._elastic.recovery.paused():
+          self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
     return state
 
   def _compare(self, state: TrainState, n: int) -> None:

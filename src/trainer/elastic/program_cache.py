@@ -88,11 +88,12 @@ class ProgramCache(Generic[P]):
     return topology.evaluation
 
   def recorded(self, what: str, compile_now: Callable[[], X]) -> X:
-    """The result of compile_now(), for which the training loop waits: the time is not that of a step or evaluation."""
-    before, start = self.counter.compilations, self._clock()
+    """Returns compile_now(), and records its time in a `compile` event. The training loop waits for it, unless the
+    attempt has ended meanwhile, because a slice was lost."""
+    attempt, before, start = self._events.attempt, self.counter.compilations, self._clock()
     compiled = compile_now()
     seconds, compilations = self._clock() - start, self.counter.compilations - before
-    fields = {"background": False, "cached": compilations == 0, "compilations": compilations}
+    fields = {"background": self._events.attempt != attempt, "cached": compilations == 0, "compilations": compilations}
     self._events.emit("compile", what=what, seconds=seconds, **fields)
     return compiled
 

@@ -72,9 +72,9 @@ class RecoveryLog:
 
   @contextlib.contextmanager
   def paused(self) -> Iterator[None]:
-    """The block does other work with the restored state, such as an evaluation: its compilations are no part of the
-    open recoveries, nor is its time. The time of work that fails is, because it is lost. An event inside the block
-    is recovered from up to `restored`."""
+    """The block does other work with the restored state, such as an evaluation. The open recoveries include neither its
+    compilations nor its time. If the block fails, its time counts, because it is lost. For an event inside the block,
+    the time from `restored` to the end of the block does not count."""
     start, before = self._clock(), self._counter.compilations
     try:
       yield

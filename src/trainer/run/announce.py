@@ -136,6 +136,6 @@ def _shares_line(config: Config, slices: int) -> list[str]:
   tokens *= config.optimizer.gradient_accumulation_steps / shares
   speed = batch_plan.relative_throughput(slices, slices - 1, shares)
   return [
-    f"shares_per_slice={shares}: each share has {tokens:,.0f} tokens of a device, and gathers the weights inside its "
-    f"slice. With {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"
+    f"shares_per_slice={shares}: each share has {tokens:,.0f} tokens for each device, and gathers the weights inside "
+    f"its slice. With {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"
   ]

@@ -23,7 +23,7 @@ def best_streams(members: int) -> int:
 
 
 class _Block(bytearray):
-  """Memory that only a Memory makes, so that `give` takes no other."""
+  """Memory that a Memory has made. `give` ignores all other memory."""
 
 
 class Memory:
@@ -43,7 +43,7 @@ class Memory:
     return np.frombuffer(block, dtype, size)
 
   def give(self, array: np.ndarray) -> None:
-    """The memory of `array` may be used again, if `take` returned it. It must not be used in any other way."""
+    """Makes the memory of `array` available to `take`, if `take` has returned this array. Do not use the array then."""
     block = array.base.obj if isinstance(array.base, memoryview) else None
     if isinstance(block, _Block) and len(self._free) < _MOST_BLOCKS:
       self._free.append(block)

@@ -55,7 +55,7 @@ class _PartSum:
     self._added = 0  # pieces
     self._total: np.ndarray | None = None  # of the complete groups
     self._group = out  # the sum of the present group so far
-    self._used: list[np.ndarray] = []  # added pieces that may still be one of these two sums
+    self._used: list[np.ndarray] = []  # added pieces whose memory may still be `_total` or `_group`
     self._scratch: np.ndarray | None = None
 
   @property
@@ -134,7 +134,7 @@ class Reduction:
     self._posted: dict[Link, deque[Link]] = {}  # for the thread that sends to a link: the links with frames, in turn
     self._senders: dict[Link, Poll] = {}  # what wakes this thread
     self._incoming: dict[Link, np.ndarray] = {}  # the values that a link is receiving
-    self._memory: Memory  # for these: the one of the crew
+    self._memory: Memory  # of the crew, for `_incoming`
 
   def run(self, crew: Crew) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""

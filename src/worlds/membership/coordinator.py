@@ -367,9 +367,10 @@ class Coordinator(Epochs):
   def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
     effects = self._tell_slow(self._dealing.computed(step, {int(member): took for member, took in seconds.items()}))
-    limit = self._rules.slow_factor
-    for slow in self._dealing.speeds.slow:
-      if limit and slow.factor >= limit and step - slow.since >= _SLOW_STEPS and self._spare_waits(limit):
+    limit, speeds = self._rules.slow_factor, self._dealing.speeds
+    for slow in speeds.slow if limit else ():
+      is_slow = min(slow.factor, speeds.newest_factor(slow.member)) >= limit
+      if is_slow and step - slow.since >= _SLOW_STEPS and self._spare_waits(limit):
         reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
         return [*effects, Kill(slow.member, reason, 0.0)]
     return effects

@@ -39,7 +39,8 @@ class Dealing:
     return [self._message(slow, numbers[slow.member]) for slow in changed]
 
   def moved(self) -> list[Message]:
-    """Shares were dealt again. Returns a message `slow` for each slow member with another number than was told."""
+    """Shares were dealt again. Returns a message `slow` for each slow member whose number of shares is not that of its
+    last message."""
     numbers = {slow: len(self.dealt[slow.member]) for slow in self.speeds.slow}
     return [self._message(slow, number) for slow, number in numbers.items() if number != self._told.get(slow.member)]
 

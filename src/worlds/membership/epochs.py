@@ -94,7 +94,7 @@ class Epochs:
     self._members: dict[int, Member] = {}  # connected
     self._waits_since = self.clock()  # of gathering and holding
     self._ready_since: float | None = None  # when the first of the ready members began to wait for others
-    self._changed_at = -float("inf")  # last change of the active members; a start is none
+    self._changed_at = -float("inf")  # when the active members last changed; a start does not count
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
     self._evaluation = ""  # the round under way, if it is known to be an evaluation

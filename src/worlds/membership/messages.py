@@ -32,12 +32,12 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "device": {"where": str, "numerics": str},
   # Before `done`, from members that compute the share of the witness: its `witness.Sums`.
   "witness": {"epoch": int, "round": str, "sums": dict},
-  # Its shares of the round are computed, which took so long.
+  # Its shares of the round are computed. seconds: of the wait for their data and of the computation.
   "computed": {"epoch": int, "round": str, "seconds": _NUMBER},
   # It has the sums of all shares; it applies them when the round is committed. checksum: of the weights with which it
   # computed its shares, the same on all members.
   "done": {"epoch": int, "round": str, "checksum": int},
-  # The exchange cannot go on in this epoch, because connections have failed. members: to these, none can be made.
+  # The exchange cannot go on in this epoch, because connections have failed. members: it cannot connect with these.
   "broken": {"epoch": int, "members": list},
   # It begins an evaluation, its next round. Other work that is part of the evaluation may come before the sums.
   "evaluates": {"round": str},
@@ -89,7 +89,7 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   "regather": {},
   # Apply the sums of the round. stop: save, and end the run after this round. leave: members that end after this round.
   # changes: `world` or `hold` follows at once: wait for it, because a member that computes keeps the others waiting.
-  # seconds: {id: seconds that it computed}, for the primary; the others get {}.
+  # seconds: {id: seconds of its data and computation}, for the primary; the others get {}.
   "commit": {"epoch": int, "round": str, "stop": bool, "leave": list, "changes": bool, "seconds": dict},
   # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
   "failing": {"member": int, "host": str, "error": str, "times": int, "pause_seconds": _NUMBER},

@@ -77,7 +77,7 @@ class Pulse:
     self._computed.setdefault(member, (self._clock(), seconds))
 
   def committed(self, *, is_step: bool) -> dict[str, float]:
-    """The round is committed. Returns {member: seconds that it computed}."""
+    """The round is committed. Returns {member: seconds of its data and computation}."""
     now = self._clock()
     seconds = {str(member): round(took, 6) for member, (_, took) in sorted(self._computed.items())}
     if is_step:

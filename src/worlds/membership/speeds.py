@@ -48,8 +48,8 @@ class Speeds:
     self._told.pop(member, None)
 
   def computed(self, step: int, seconds: Mapping[int, float], dealt: Dealt) -> list[Slow]:
-    """`step` is committed; its members have computed for so long. Returns the members whose speed has
-    changed, or that have started again and are still slow."""
+    """`step` is committed; its members have computed for so long. Returns the members whose speed has changed, or that
+    have started again and are still slow."""
     self._step = step
     each = {member: took / len(dealt[member]) for member, took in seconds.items() if dealt.get(member)}
     if len(each) < 2:
@@ -65,7 +65,7 @@ class Speeds:
     return changed
 
   def _judge(self, member: int, factors: list[float], usual: float) -> list[Slow]:
-    """Whether the member is slow now. Returns it if that is news."""
+    """Whether the member is slow now. Returns it if it must be named."""
     halves = factors[: _STEPS // 2], factors[_STEPS // 2 :]
     least, most = (choose(map(statistics.median, halves)) for choose in (min, max))
     factor, was = statistics.median(factors), self._slow.get(member)
@@ -93,6 +93,10 @@ class Speeds:
   def slow(self) -> list[Slow]:
     """The members that are slow now, as measured in the last steps."""
     return [slow for member, slow in self._slow.items() if len(self._factors.get(member, ())) == _STEPS]
+
+  def newest_factor(self, member: int) -> float:
+    """The factor of a member in the last steps, also while its speed changes."""
+    return statistics.median(self._factors[member])
 
   def of(self, members: Iterable[int]) -> dict[int, float]:
     """Shares per second of each member, relative to those that are not slow."""

@@ -214,6 +214,16 @@ def test_a_slow_member_stays_while_a_place_is_free():
   assert not [effect for effect in steps.do() if isinstance(effect, Kill)]
 
 
+def test_a_member_that_has_just_become_fast_again_is_not_replaced():
+  steps = Steps(slow_factor=1.5)
+  steps.joins(8)
+  steps.factors[3] = 2.0
+  effects = [effect for _ in range(50) for effect in steps.do()]
+  steps.factors[3] = 1.0
+  effects += [effect for _ in range(30) for effect in steps.do()]
+  assert not [effect for effect in effects if isinstance(effect, Kill)]
+
+
 def test_a_slow_member_is_not_replaced_by_a_spare_that_was_as_slow():
   steps = Steps(slow_factor=1.5)
   kills = lambda count: {effect.member for _ in range(count) for effect in steps.do() if isinstance(effect, Kill)}

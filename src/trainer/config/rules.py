@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import urllib.parse
 from collections.abc import Iterator
+from typing import Any
 
 from trainer.config.errors import counted, shorten
 from trainer.config.schema import CheckpointSection, ElasticSection, ModelSection, ParallelismSection
@@ -63,24 +64,29 @@ def axis_sizes(parallelism: ParallelismSection, group: str, total: int) -> dict[
 
 def of_one_process(elastic: ElasticSection) -> Iterator[str]:
   """Keys of runs that recover inside one process, given where each slice is a process."""
-  for name in ("snapshot_period", "elastic_backup_kind"):
-    default = type(elastic).model_fields[name].default
-    if (value := getattr(elastic, name)) != default:
-      yield (
-        f"{name}={value}: has no effect where each slice is a process: a slice gets the state from another slice, so "
-        f"no snapshots are taken.\nRemove it, or give {name}={default}."
-      )
+  for name, value, default in _given(elastic, "snapshot_period", "elastic_backup_kind"):
+    yield (
+      f"{name}={value}: has no effect where each slice is a process: a slice gets the state from another slice, so "
+      f"no snapshots are taken.\nRemove it, or give {name}={default}."
+    )
 
 
 def of_one_program(elastic: ElasticSection, cluster: str) -> Iterator[str]:
   """Keys of slices that are processes, given where one program sums the slices of this kind of cluster."""
-  for name in ("shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor"):
-    default = type(elastic).model_fields[name].default
-    if (value := getattr(elastic, name)) != default:
-      yield (
-        f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
-        f"Remove the key ({name}={default}), or start the slices as processes with `python -m trainer.launch.local`."
-      )
+  names = "shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor"
+  for name, value, default in _given(elastic, *names):
+    yield (
+      f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
+      f"Remove the key ({name}={default}), or start the slices as processes with `python -m trainer.launch.local`."
+    )
+
+
+def _given(elastic: ElasticSection, *names: str) -> Iterator[tuple[str, Any, Any]]:
+  """(name, value, default) of these keys that do not have their defaults."""
+  for name in names:
+    value, default = getattr(elastic, name), type(elastic).model_fields[name].default
+    if value != default:
+      yield name, value, default
 
 
 def group_fits(sizes: dict[str, int], group: str, total: int) -> Iterator[str]:

@@ -219,9 +219,7 @@ class Member(threading.Thread):
       return
     driver = None
     try:
-      tiers: Any = types.SimpleNamespace(
-        newest=lambda: 0, borrowing=lambda others: contextlib.nullcontext(), lender=lambda: None
-      )
+      tiers: Any = types.SimpleNamespace(newest=lambda: 0)
       driver = ManyWorlds(self._config, self._session, self._elastic, self._view(), self._program, peers, tiers)
       start = driver.start(self._restore, lambda start: None)
       trained = start.state

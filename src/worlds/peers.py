@@ -136,7 +136,8 @@ class Peers:
       self._noticed(received)
     elif kind == "lead":
       self.set_primary(int(received["leader"]))
-      self.membership.send("restored", epoch=received["epoch"], step=self._completed())
+      if self.primary == self.member:
+        self.membership.send("restored", epoch=received["epoch"], step=self._completed())
     elif kind == "end":
       self.ended = int(received["code"])
       raise RunEnded(self.ended, received.get("reason", ""))

@@ -3,12 +3,11 @@
 Every process writes what its devices hold of each of its slices, without waiting for other processes
 (local_copies.py has the files). After a failure the processes exchange lists of the parts that they still have. The
 newest step that is complete over all hosts and slices is restored; a replaced host gets its parts from the other
-copies. Where each slice is a JAX world of its own, the processes of the other slices lend their parts (lending.py).
+copies.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -18,7 +17,7 @@ import shutil
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,7 @@ from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
 from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
-from trainer.checkpoint.lending import Borrowed, Lender, Lenders
-from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, Part, box_of, folder, identity, parts_of
-from trainer.checkpoint.together import together
+from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, box_of, folder, identity
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
@@ -72,7 +69,6 @@ class Emergency:
     self._world, self._fetch = world, fetch
     self.root = folder(cfg.local_checkpoint_directory, run_directory) / run_id
     self._copies = LocalCopies(self.root, run_id)
-    self._borrowed: Borrowed | None = None
     self._background = Background("emergency-checkpoint")
     self._failed = 0  # the step of the last save, if it failed on this process
     self._probe()
@@ -232,21 +228,6 @@ class Emergency:
 
   # ---- restoring ----
 
-  def lender(self) -> Lender:
-    """Answers questions of processes of other worlds about the copies of this host."""
-    return Lender(self._copies)
-
-  @contextlib.contextmanager
-  def borrowing(self, lenders: Lenders) -> Iterator[None]:
-    """Inside the block, candidates and restores also use the copies of processes of other worlds.
-
-    `candidates` and `restore` then raise LenderLost, on every process of this world alike."""
-    self._borrowed = Borrowed(lenders, lambda member, line: self._log(f"Member {member}: {line}"))
-    try:
-      yield
-    finally:
-      self._borrowed = None
-
   def newest(self) -> int:
     """The newest step that this world can restore; 0: none. Logs nothing."""
     whole, _ = self._known(self._copies.listed()[0])
@@ -257,8 +238,6 @@ class Emergency:
     listed, damage = self._copies.listed()
     for line in damage:
       self._log(line)
-    if self._borrowed is not None:
-      listed = listed + together(self._world, self._borrowed.copies)
     whole, partial = self._known(listed)
     for step in sorted({c.step for c in partial} - {c.step for c in whole}, reverse=True):
       self._log(f"Emergency checkpoint {step} is not used: parts of it are missing on every slice.")
@@ -289,12 +268,8 @@ class Emergency:
     for line in damage:
       self._log(line)
       self._emit("checkpoint_rejected", step=candidate.step, tier="emergency", reason=line)
-    table = self._table({name: set(parts) for name, parts in held.items()})
-    borrowed = self._borrowed
-    if borrowed is not None:
-      known = {name: set().union(*(row.get(name, ()) for row in table)) for row in table for name in row}
-      meta = together(self._world, lambda: borrowed.choose(candidate, known)) or meta
-      table = self._with_borrowed(table, borrowed)
+    rows = self._world.gather({name: sorted(parts) for name, parts in held.items()})
+    table = [{name: set(map(box_of, boxes_of)) for name, boxes_of in row.items()} for row in rows]
     has_meta = self._world.gather(bool(meta))
     if not any(has_meta):
       raise Rejected("all its copies are damaged")
@@ -307,32 +282,6 @@ class Emergency:
     self._log(f"Restoring checkpoint from {self.path(candidate)}.")
 
     def read(targets: Mapping[str, Any]) -> dict[str, jax.Array]:
-      lent = borrowed.fetch(candidate, meta["arrays"], targets) if borrowed is not None else {}
-      return {
-        name: from_hosts.assemble(self._world, name, x, held.get(name, {}) | lent.get(name, {}), table)
-        for name, x in targets.items()
-      }
+      return {name: from_hosts.assemble(self._world, name, x, held.get(name, {}), table) for name, x in targets.items()}
 
     return verified_load.load(self._world, read, meta["arrays"], abstract), meta
-
-  def _table(self, mine: Mapping[str, set[Box]]) -> list[dict[str, set[Box]]]:
-    """The boxes that each process has, {array: boxes} per rank."""
-    rows = self._world.gather({name: sorted(found) for name, found in mine.items()})
-    return [{name: set(map(box_of, found)) for name, found in row.items()} for row in rows]
-
-  def _with_borrowed(self, table: Sequence[dict[str, set[Box]]], borrowed: Borrowed) -> list[dict[str, set[Box]]]:
-    """The table with the parts that are lent to each process. Logs who lends how many."""
-    lent: dict[Part, int] = {}  # the first process borrows a part that several could borrow
-    for rank, found in enumerate(self._world.gather(borrowed.lent)):
-      parts = parts_of([part for _, part in found])
-      if rank == self._world.rank:
-        borrowed.leave([part for part in parts if part in lent])
-      lent |= {part: member for part, (member, _) in zip(parts, found, strict=True) if part not in lent}
-    if lent:
-      counts = sorted(collections.Counter(lent.values()).items())
-      names = ", ".join(f"{count} of member {member}" for member, count in counts)
-      self._log(f"Parts of local copies that come from other slices: {names}.")
-    row = {name: set(found) for name, found in table[self._world.rank].items()}
-    for _, (name, box) in borrowed.lent:
-      row.setdefault(name, set()).add(box)
-    return self._table(row)

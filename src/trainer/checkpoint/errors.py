@@ -21,12 +21,6 @@ class NoGoodCheckpoint(CheckpointError):
   """There are checkpoints and all are damaged. Starting from step 0 without an error would hide the loss."""
 
 
-class LenderLost(CheckpointError):
-  """A process of another world, which lends parts of its local copies to a restore, cannot be reached any more.
-
-  Repeat the restore: what it would find without that process may be older."""
-
-
 class ConfigMismatch(ValueError):
   """A key that changes the model or the order of data differs from the checkpoint's."""
 

@@ -64,12 +64,7 @@ class Listed:
   @classmethod
   def from_json(cls, value: Sequence[Any]) -> Listed:
     step, digest, shapes, parts = value
-    return cls(Candidate(step, digest), shapes, parts_of(parts))
-
-
-def parts_of(value: Sequence[Any]) -> list[Part]:
-  """Parts that have been JSON."""
-  return [(name, box_of(box)) for name, box in value]
+    return cls(Candidate(step, digest), shapes, [(name, box_of(box)) for name, box in parts])
 
 
 def box_of(value: Any) -> Box:
@@ -138,10 +133,10 @@ class LocalCopies:
         entries.append(entry | {"file": copy.path(self.root, "bin")})
     return entries, damage
 
-  def held(self, candidate: Candidate, only: Collection[Part] | None = None) -> tuple[Held, dict[str, Any], list[str]]:
+  def held(self, candidate: Candidate) -> tuple[Held, dict[str, Any], list[str]]:
     """(undamaged parts, mapped from the files; meta, or {} without a part; one line for each damaged file).
 
-    only: these parts (default: all). Reads every byte of them."""
+    Reads every byte."""
     held: Held = {}
     meta: dict[str, Any] = {}
     damage = []
@@ -151,8 +146,6 @@ class LocalCopies:
       damaged = []
       for part in entry["parts"]:
         name, box = part["array"], box_of(part["box"])
-        if only is not None and (name, box) not in only:
-          continue
         dtype = jnp.dtype(entry["meta"]["arrays"][name]["dtype"])
         data = _map(entry["file"], part["offset"], boxes.volume(box) * dtype.itemsize)
         if data is None or zlib.crc32(data.data) != part["crc32"]:

@@ -19,7 +19,6 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, Restored, StateBackup, restore_newest
 from trainer.checkpoint.emergency import Emergency
 from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint, SaveFailed
-from trainer.checkpoint.lending import Lender, Lenders
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
@@ -234,14 +233,6 @@ class Tiers:
     except CheckpointError as error:
       self._warn(f"{error}. The other slices may have the state")
       return local
-
-  def lender(self) -> Lender | None:
-    """Answers questions of other worlds about the local copies of this host; None without the emergency tier."""
-    return self._emergency.lender() if self._emergency is not None else None
-
-  def borrowing(self, lenders: Lenders) -> contextlib.AbstractContextManager[None]:
-    """Inside the block, restores also use the local copies of other worlds, and may raise LenderLost."""
-    return self._emergency.borrowing(lenders) if self._emergency is not None else contextlib.nullcontext()
 
   def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
     """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.

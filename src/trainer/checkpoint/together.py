@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from trainer.checkpoint.errors import CheckpointError, LenderLost, NonFiniteState, Rejected, SaveFailed
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.world import World
 
 T = TypeVar("T")
 # The first kind that occurs is raised.
-_KINDS: tuple[type[Exception], ...] = (LenderLost, NonFiniteState, SaveFailed, CheckpointError, Rejected)
+_KINDS: tuple[type[Exception], ...] = (NonFiniteState, SaveFailed, CheckpointError, Rejected)
 
 
 def together(world: World, work: Callable[[], T]) -> T:

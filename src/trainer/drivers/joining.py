@@ -1,8 +1,7 @@
-"""How a member begins: it restores the newest state for all, lends its local copies, or receives the state."""
+"""How a member begins: it restores the newest state for all members, or receives the state."""
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,16 +9,13 @@ from typing import Any
 import jax
 
 from trainer.checkpoint import state_transfer
-from trainer.checkpoint.errors import LenderLost
-from trainer.checkpoint.lending import Allocate, Answer
 from trainer.checkpoint.tiers import Tiers
 from trainer.config.schema import Config
 from trainer.elastic.elastic_run import ElasticRun
 from trainer.program.state import TrainState
 from trainer.run.driver import Start
 from trainer.run.session import Session
-from worlds.exchange import Exchange, PeerLost
-from worlds.membership.messages import Message
+from worlds.exchange import PeerLost
 from worlds.peers import Peers
 
 
@@ -36,8 +32,10 @@ def join(
     message = membership.next()
     assert message is not None
     if message["kind"] == "lead":
-      led = None  # its memory is free before another state is restored
-      led = _lead(peers, tiers, message, restore)
+      peers.set_primary(message["leader"])
+      if message["leader"] == peers.member:
+        led = restore()
+        membership.send("restored", epoch=message["epoch"], step=led.step)
     elif message["kind"] == "regather":
       membership.send("ready", newest=tiers.newest(), holds=False)
     else:
@@ -57,61 +55,6 @@ def join(
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier="peer", step=header["step"], seconds=seconds)
     return Start(state, header["step"], "peer", seconds, header["evaluated"], header["meta"])
-
-
-def _lead(peers: Peers, tiers: Tiers, message: Message, restore: Callable[[], Start]) -> Start | None:
-  """Restores the newest state if this member is the leader, with the local copies of all members; None: it is not, or
-  another one is lost meanwhile."""
-  epoch, leader, addresses = message["epoch"], message["leader"], peers.of_this_lane(message["members"])
-  peers.set_primary(leader)
-  if leader != peers.member:
-    _lend(peers, tiers, epoch, {member: addresses[member] for member in (leader, peers.member)})
-    return None
-  others = _Others(peers.exchange, epoch, addresses, leader)
-  try:
-    with tiers.borrowing(others):
-      start = restore()
-  except LenderLost:
-    if others.lost is not None:
-      peers.report(others.lost, epoch)
-    return None
-  peers.membership.send("restored", epoch=epoch, step=start.step)
-  return start
-
-
-def _lend(peers: Peers, tiers: Tiers, epoch: int, addresses: dict[int, str]) -> None:
-  """Answers the questions of the leader until the next epoch begins, or the leader is lost."""
-  lender = tiers.lender()
-  if lender is None:
-    return
-  (leader,) = addresses.keys() - {peers.member}
-  with contextlib.suppress(PeerLost):  # the next message says what follows
-    peers.exchange.connect(epoch, addresses)
-    while True:
-      question, _ = peers.exchange.receive_state(leader, lambda header: [])
-      answer, arrays = lender.answer(question)
-      peers.exchange.send_state(leader, answer, arrays)
-
-
-class _Others:
-  """The other members as Lenders: this process asks the process of its lane. Connects with the first question."""
-
-  def __init__(self, exchange: Exchange, epoch: int, addresses: dict[int, str], member: int) -> None:
-    self.members = sorted(addresses.keys() - {member})
-    self.lost: PeerLost | None = None  # why this process raised LenderLost
-    self._exchange, self._epoch, self._addresses = exchange, epoch, addresses
-    self._connected = False
-
-  def ask(self, member: int, question: dict[str, Any], allocate: Allocate) -> Answer:
-    try:
-      if not self._connected:
-        self._exchange.connect(self._epoch, self._addresses)
-        self._connected = True
-      self._exchange.send_state(member, question, [])
-      return self._exchange.receive_state(member, allocate)
-    except PeerLost as error:
-      self.lost = error
-      raise LenderLost(str(error)) from error
 
 
 def header(config: Config, session: Session, elastic: ElasticRun, step: int, evaluated: bool) -> dict[str, Any]:

@@ -8,7 +8,7 @@ ready (spares and members that have returned) or still starting. A member with t
 that joins becomes active first and live when it has received the state from a live member (`joined`).
 
   gathering   no member has the state: wait until enough members are ready
-  leading     one member restores the newest state. The others send it the parts of local copies that its slice lacks
+  leading     one member restores the newest state
   running     rounds are computed and committed
   holding     too few members: those that are left keep the state and wait
   over        nothing is committed any more
@@ -27,7 +27,6 @@ from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
 _SLOW_STEPS = 60  # after which a slow member may be replaced
-_MOST_FAILED_LEADS = 3  # after which a leader restores without the others, and lost members are not waited for
 
 
 class Coordinator(Epochs):
@@ -60,7 +59,7 @@ class Coordinator(Epochs):
     return [Send(member, message("welcome", primary=self.primary, run_id=run_id))]
 
   def ready(self, member: int, lane: int, newest: int, holds: bool = False) -> Effects:
-    """`member` can compute. It holds the state of the step `newest`, or can restore it without others (0: none)."""
+    """`member` can compute. It holds the state of the step `newest`, or can restore it (0: none)."""
     found = self._members.get(member)
     if found is None or not found.whole(("ready",), lane):
       return []
@@ -207,7 +206,7 @@ class Coordinator(Epochs):
     self._told.knowing.discard(member)
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()
-    if self.phase == "leading":  # the leader says whether it needs any other member
+    if self.phase == "leading":
       if member == self._leader and member in self._refused and not self.failures.progress:
         return self.end(BAD_INPUT)  # the newest state does not fit: no other leader would do better
       return self._gather_again() if member == self._leader else []
@@ -245,8 +244,6 @@ class Coordinator(Epochs):
     effects: Effects = [Kill(*silent) for silent in self.pulse.silent(self._members, self.starting)]
     if self.phase == "running" and not effects:  # a silent member holds up the others, who are not to blame
       effects = [Kill(*stuck) for stuck in self.pulse.stuck(self.active)] or self._reconnect()
-    if self.phase == "leading" and self._is_broken():
-      effects += self._gather_again()
     if self.phase == "gathering":
       effects += self._gather() or self._tell_of_wait()
     if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
@@ -264,7 +261,7 @@ class Coordinator(Epochs):
       return self.end(1, self._too_few())
     if not late and not self._survivors <= ready:
       return []
-    enough = least if late or self.stopping or self._failed_leads > _MOST_FAILED_LEADS else self._expected
+    enough = least if late or self.stopping else self._expected
     enough = max(least, enough - len(self.failures.away() - ready))
     return self._lead() if len(ready) >= enough else []
 
@@ -283,29 +280,24 @@ class Coordinator(Epochs):
     return []
 
   def _lead(self) -> Effects:
-    """Asks one member to restore the newest state, and the others to help it."""
-    self.phase, self.epoch, self._broken_at, self._refused = "leading", self.epoch + 1, None, set()
+    """Asks one member to restore the newest state."""
+    self.phase, self.epoch, self._refused = "leading", self.epoch + 1, set()
     ready = self._ready()
-    # A state in memory needs no backup. Then the member that needs the fewest parts of the others, and of these the
-    # primary, because it holds the records.
+    # A state in memory needs no backup. With equal backups the primary leads, because it holds the records.
     leader = max(ready, key=lambda m: (ready[m].holds, ready[m].newest, m == self.primary, -m))
-    alone = ready[leader].holds or self._failed_leads > _MOST_FAILED_LEADS
-    asked = [leader] if alone else [m for m in ready if frozenset((leader, m)) not in self._unreached]
     self._leader = self.primary = leader  # so the log says what is restored, and what is damaged
-    return to_all(asked, message("lead", epoch=self.epoch, leader=leader, members=self._addresses(asked)))
+    return to_all(ready, message("lead", epoch=self.epoch, leader=leader))
 
   def _gather_again(self) -> Effects:
-    """The leader is lost, or a member that it needs: waits for the members again, because each may have parts of the
-    newest state that no other one has."""
+    """The leader is lost: waits for all members again, because only its host may have the newest state."""
     self.phase, self._waits_since, self._leader = "gathering", self.clock(), -1
-    self._failed_leads += 1
     if ends := self._try_again():
       return ends
-    return [Note("A member is lost while the newest state is restored: waiting for all members."), *self._gather()]
+    return [Note("The member that restores the newest state is lost: waiting for all members."), *self._gather()]
 
   def _regather(self) -> Effects:
     """No member is known to have the state: starts from the backups, or from a state that has just arrived."""
-    self.phase, self._waits_since, self._failed_leads = "gathering", self.clock(), 0
+    self.phase, self._waits_since = "gathering", self.clock()
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
     self._told = Told()

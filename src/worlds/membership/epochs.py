@@ -25,7 +25,7 @@ class Member:
 
   lanes: int
   addresses: dict[int, str] = field(default_factory=dict)  # by lane
-  newest: int = -1  # the newest step that it can restore without the others; -1: it is not ready
+  newest: int = -1  # the newest step that it can restore; -1: it is not ready
   holds: bool = False  # whether it has the state of this step in memory
   was_active: bool = False
   where: str = ""  # its host and devices
@@ -110,7 +110,6 @@ class Epochs:
     self.witness = Witness()
     self._told = Told()
     self._leader = -1  # the member that was asked to lead and has not answered yet
-    self._failed_leads = 0  # in a row
     self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
@@ -289,7 +288,7 @@ class Epochs:
     """`member` cannot exchange in this epoch: connections have failed. unreached: members it could not connect with."""
     if not all(isinstance(other, int) for other in unreached):
       raise ValueError(f"sent 'broken' with members={unreached}")
-    if epoch == self.epoch and (member in self.active or member == self._leader):
+    if epoch == self.epoch and member in self.active:
       self._broken_at = self.clock() if self._broken_at is None else self._broken_at
       self._unreached |= {frozenset((member, other)) for other in self._members.keys() & set(unreached) - {member}}
     return []

@@ -57,14 +57,13 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The answer to `hello`. primary: writes the records until a `world` says otherwise. run_id: the id of the run, if its
   # folder does not exist yet; after OPENED, if other members have opened the folder.
   "welcome": {"primary": int, "run_id": str},
-  # `leader` restores the newest state of all backups, unless it holds a state, and answers with `restored`. The other
-  # members {id: address of each lane} connect with it, and send it the parts of local copies that it asks for.
-  "lead": {"epoch": int, "leader": int, "members": dict},
+  # `leader` restores the newest state of all backups, unless it holds a state, and answers with `restored`. It is the
+  # primary, so that the log has what it restores.
+  "lead": {"epoch": int, "leader": int},
   # A new epoch begins. What changes since the epoch `base`, of the last `world` or `hold` that this member got, or 0:
-  # without the members `gone`, and with `members`, as in `lead`, that are new or have other addresses. ranges: of those
-  # that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a state; `source`
-  # sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts. So what a loss sends to all grows
-  # with their number.
+  # without the members `gone`, and with `members` {id: address of each lane} that are new or have other addresses.
+  # ranges: of those that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a
+  # state; `source` sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts.
   "world": {**_WORLD, "fresh": list, "source": int},
   # Before the `world` of the same epoch, if a witness does not just do as drawn. asked: who computes the share of the
   # witness; []: as drawn. since: sums of epochs before this one are computed again.

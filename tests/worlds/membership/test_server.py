@@ -44,8 +44,8 @@ class Run:
     self.members = [self.welcomed(0), self.welcomed(1)]  # one after the other: the first one is the primary
     for member in self.members:
       member.send("ready", newest=0, holds=False)
-    expect(self.members[0], "lead")
-    expect(self.members[1], "lead")  # it helps member 0
+    for member in self.members:
+      expect(member, "lead")
     self.members[0].send("restored", epoch=1, step=0)
     for member in self.members:
       self.worlds.append(expect(member, "world"))

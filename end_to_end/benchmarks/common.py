@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from tests.support.command import ROOT
 
@@ -36,18 +35,6 @@ def positives(text: str) -> list[int]:
     raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers of at least 1, separated by commas") from None
 
 
-def sizes(letters: str, example: str) -> Callable[[str], list[int]]:
-  """Returns an argparse type for the sizes `letters` of an array, such as "B,T,V,D"."""
-
-  def parse(text: str) -> list[int]:
-    numbers = positives(text)
-    if len(numbers) != len(letters.split(",")):
-      raise argparse.ArgumentTypeError(f"{text}: must be the numbers {letters}, for example {example}")
-    return numbers
-
-  return parse
-
-
 def model_config(model: str, defaults: Sequence[str], keys: Sequence[str]) -> Config:
   """Returns the configuration of a published model with the keys `defaults`, or `keys` instead. Raises ConfigError."""
   given = {key.split("=")[0]: key for key in (*defaults, *keys)}
@@ -55,29 +42,6 @@ def model_config(model: str, defaults: Sequence[str], keys: Sequence[str]) -> Co
     ["configs/base.yml", f"model_name={model}", "run_name=t", "base_output_directory=unused", *given.values()],
     check_paths=False,
   )
-
-
-def random_heads(shape: Sequence[int], dtype: str) -> list[Any]:
-  """Returns random q, k, v and gradient of the output of attention, for the sizes B, T, N, K and H."""
-  import jax
-
-  b, t, n, k, h = shape
-  keys = jax.random.split(jax.random.key(0), 4)
-  return [jax.random.normal(key, (b, t, heads, h), dtype) for key, heads in zip(keys, (n, k, k, n), strict=True)]
-
-
-def time_in_turns(programs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, list[float]]:
-  """Returns {name: seconds of each call}. The programs take turns, so that a busy machine slows all of them."""
-  import jax  # imported here: a benchmark sets JAX_PLATFORMS after its arguments are checked
-
-  seconds: dict[str, list[float]] = {name: [] for name in programs}
-  for repeat in range(repeats + 1):
-    for name, program in programs.items():
-      start = time.perf_counter()
-      jax.block_until_ready(program())
-      if repeat:  # the first call touches its memory for the first time
-        seconds[name].append(time.perf_counter() - start)
-  return seconds
 
 
 def run_and_time_lines(command: Sequence[str], environment: Mapping[str, str]) -> list[tuple[float, str]]:

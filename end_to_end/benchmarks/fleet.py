@@ -77,7 +77,7 @@ class Case:
   slow: float
   slow_to: int
   kill_every: float  # seconds; 0: never
-  trace: int  # seed of the faults of `process_goodput`; -1: none
+  trace: int  # seed of `trace`; -1: no faults
   cut_at: Sequence[float]  # seconds
   start_seconds: float  # that a member needs to start again, besides
   folder: str
@@ -229,13 +229,19 @@ def supervise(case: Case) -> NoReturn:
   sys.exit(run.run())
 
 
+def trace(seed: int, members: int) -> Iterator[tuple[float, tuple[int, ...]]]:
+  """Yields (seconds, members that are killed then) without end: a kill every 15 to 60 s, one of five of all members."""
+  chance, at = random.Random(seed), 0.0
+  while True:
+    at += chance.uniform(15.0, 60.0)
+    yield at, tuple(range(members)) if chance.random() < 0.2 else (chance.randrange(members),)
+
+
 def faults(case: Case) -> Iterator[tuple[float, tuple[int, ...]]]:
   """Yields (seconds, members that are killed then); without members, the link is cut."""
   kills: Iterator[tuple[float, tuple[int, ...]]] = iter(())
   if case.trace >= 0:
-    from end_to_end.benchmarks.process_goodput import trace  # imports JAX
-
-    kills = ((fault.at, fault.slices) for fault in trace(case.trace, case.members))
+    kills = trace(case.trace, case.members)
   elif case.kill_every:
     choice = random.Random(0)
     kills = ((number * case.kill_every, (choice.randrange(case.members),)) for number in itertools.count(1))

@@ -1,11 +1,11 @@
 """Compiles the training step of every model for TPUs, without a TPU, and prints whether it fits.
 
     JAX_PLATFORMS=cpu python -m end_to_end.benchmarks.tpu_models [MODEL ...] [--on v6e-64 2] [--keys KEY=VALUE ...]
-      [--against docs/benchmarks/tpu_models.md]
+      [--against docs/benchmarks/tpu.md]
 
 Needs libtpu (bash setup.sh --tpu). Prints a Markdown table with one row per model, for all slices of the topology:
-memory per chip, the time of a step with the communication that its schedule does not hide, the least time (roofline),
-bytes sent across slices, and the time to compile.
+the share of a chip's memory, the time of a step with the communication that its schedule does not hide, and the
+least time (roofline).
 
 With --against PAGE, prints instead how much the step times differ from the table of PAGE, which was printed with the
 same keys. A difference of more than 3 % in either direction, or a step that no longer fits, ends with exit code 1.
@@ -30,8 +30,8 @@ WHERE = {"qwen3-14b": MEDIUM, "qwen3-32b": MEDIUM, "70b": LARGE, "405b": HUGE}
 KEYS = ("per_device_batch_size=1", "max_target_length=2048", "attention=flash", "remat_policy=full")
 
 COLUMNS = (
-  *("model", "slices", "arguments", "temporaries", "share of chip memory", "fits", "step time", "computation"),
-  *("DCN exposed", "links exposed", "MFU", "roofline", "DCN operands", "seconds"),
+  *("model", "slices", "memory", "step time", "computation"),
+  *("DCN exposed", "links exposed", "MFU", "roofline"),
 )
 DIFFERENCE = ("model", "slices", "step time of the page", "now", "difference")
 ALLOWED = 0.03  # of the step time
@@ -68,7 +68,7 @@ def main() -> None:
     topology, slices = args.on or next((place for name, place in WHERE.items() if name in model), SMALL)
     command = [sys.executable, "-m", "end_to_end.benchmarks.tpu_models", "--one", model, topology, slices]
     done = subprocess.run([*command, "--keys", *args.keys], capture_output=True, text=True)
-    failed += done.returncode != 0 or "| no |" in done.stdout
+    failed += done.returncode != 0 or "too large |" in done.stdout
     if args.against and step_times(done.stdout):
       line, differs = difference(before, step_times(done.stdout))
       failed += differs
@@ -110,7 +110,7 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   topologies.prepare_environment()
   from stepcost import chips
   from stepcost.events import Channel
-  from stepcost.text import milliseconds, size
+  from stepcost.text import milliseconds
   from trainer.preflight import analysis
 
   devices = topologies.devices(place, slices)
@@ -121,18 +121,17 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   if isinstance(found, analysis.Refused):
     if not found.too_large:
       raise SystemExit(f"{model} for {where}: {found.reason}")
-    return f"| {model} | {where} | | | {found.reason} | no |{' |' * (len(COLUMNS) - 6)}"
+    return f"| {model} | {where} | {found.reason}, too large |{' |' * (len(COLUMNS) - 3)}"
   memory = found.memory
-  share, fits = memory.total / chip.hbm_bytes, "yes" if memory.fits(chip) else "no"
+  share = f"{memory.total / chip.hbm_bytes:.0%}" + ("" if memory.fits(chip) else ", too large")
   line, times = analysis.roofline(found, chip), analysis.timeline(found, chip)
   assert times is not None, "the step on all slices is compiled with full optimization"
   cells = [
-    *(model, where, size(memory.arguments), size(memory.temporaries), f"{share:.0%}", fits),
+    *(model, where, share),
     *(milliseconds(seconds) for seconds in (times.seconds, times.computed)),
     *(milliseconds(times.exposed[channel]) for channel in (Channel.DCN, Channel.LINKS)),
     f"{found.model_flops / chip.peak_flops / times.seconds:.0%}",
-    *(milliseconds(line.seconds), size(sum(c.operand_bytes for c in found.exchanged()))),
-    f"{found.trace_seconds + found.compile_seconds:.0f}",
+    milliseconds(line.seconds),
   ]
   return f"| {' | '.join(cells)} |"
 

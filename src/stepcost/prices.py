@@ -60,7 +60,7 @@ ATTENTION_INSTRUCTIONS: Mapping[str, Mapping[str, Mapping[int, float]]] = Mappin
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-  """What measured steps say about the times on one kind of chip (docs/benchmarks: calibration.md, gpu_models.md)."""
+  """What measured steps say about the times on one kind of chip (docs/benchmarks: calibration.md, accelerator.md)."""
 
   attention: float = 1.0  # share of the peak that a GPU's attention kernels reach, with heads of at most HEAD_WIDTH
   others: float = 1.0  # share of the peaks that all else reaches, if the compiler has no estimate for it

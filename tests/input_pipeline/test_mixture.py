@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from end_to_end import data_histories
-from end_to_end.benchmarks import many_sources
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -400,23 +399,6 @@ def corpora(tmp_path_factory) -> Path:
 @given(history=data_histories.histories())
 def test_any_history_gives_the_order_of_the_undisturbed_run(corpora, history):
   data_histories.check_history(corpora, history)
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc to count threads")
-def test_64_sources_need_few_threads_and_little_memory(tmp_path):
-  """Of all formats, packed by best fit, at the first start, which prepares them."""
-  pytest.importorskip("pyarrow", reason="the extra arrow is not installed")
-  mixture = many_sources.write_sources(tmp_path, 64, 40)
-  many = many_sources.start(tmp_path, mixture, 5)
-  # Both read more batches than the prefetch thread prepares ahead, so that this thread lives when it is counted.
-  one = many_sources.start(tmp_path, {"source000": mixture["source000"]}, 5)
-  assert many["others_cpu_seconds"] > 0 == one["others_cpu_seconds"]
-  assert many["threads"] == one["threads"] <= 16
-  assert many["mebibytes"] < one["mebibytes"] + 20
-  assert many["open_cpu_seconds"] < 5
-  weights = {name: source["weight"] for name, source in mixture.items()}
-  examples = 5 * many_sources.BATCH
-  assert all(abs(many["counts"][n] - examples * w / sum(weights.values())) < 1 for n, w in weights.items())
 
 
 def test_the_example_configuration_is_a_mixture(tmp_path, monkeypatch):

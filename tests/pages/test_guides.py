@@ -19,7 +19,6 @@ from trainer.config.load import load
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
-FIRST_HOUR = (DOCS / "how_to" / "first_hour.md").read_text()
 
 
 def test_every_key_that_replaces_one_of_another_trainer_exists():
@@ -105,33 +104,3 @@ def test_the_tutorial_trains_on_a_text_and_compares_two_runs(server, tmp_path, m
   )
   for line in ("Losses to beat: ", "completed step: 2, ", "eval at step 2: loss ", "--- sample after step 2 ---"):
     assert line in trained[0]
-
-
-def lines_of(path: str, name: str) -> int:
-  """Lines of a function, class or constant in a file of the trainer; `Class.name` for one of a class."""
-  body = ast.parse((ROOT / "src" / "trainer" / path).read_text()).body
-  for one in name.split("."):
-    (found,) = (
-      node
-      for node in body
-      if getattr(node, "name", None) == one
-      or one in [ast.unparse(target) for target in getattr(node, "targets", [getattr(node, "target", None)]) if target]
-    )
-    body = getattr(found, "body", [])
-  return found.end_lineno - found.lineno + 1
-
-
-@needs.workshop
-def test_the_first_hour_is_as_short_as_the_page_says():
-  rows = re.findall(r"^\| (.*) \| (\d+) \| (\d+) \| (\d+) \| ([\d,]+) \|$", FIRST_HOUR, flags=re.MULTILINE)
-  assert len(rows) == 5
-  walks = {"add an optimizer": "add_an_optimizer.md", "cap the logits": "change_the_loss.md"}
-  for text, files, lines, _, before in rows:
-    places = re.findall(r"`([\w/]+\.py)`: ((?:`[\w.]+`(?:, )?)+)", text)
-    counted = sum(lines_of(path, name) for path, names in places for name in re.findall(r"`([\w.]+)`", names))
-    assert len(places) == int(files) and counted == pytest.approx(int(lines), rel=0.1), (text, counted)
-    assert counted <= int(before.replace(",", "")) / 2, text
-    if page := walks.pop(text.partition(" | ")[0], None):
-      changed = re.findall(r"^# src/trainer/(\S+)", (DOCS / "how_to" / page).read_text(), flags=re.MULTILINE)
-      assert set(changed) == {path for path, _ in places}, page
-  assert not walks

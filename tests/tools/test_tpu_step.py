@@ -31,7 +31,7 @@ def test_twelve_layers_on_three_slices():
   """Measured: 24.6 MB of arguments, 9.3 MB of temporaries (jax 0.12: 10.0), 73 MB of traffic, 0.17 of 1.84 ms of DCN
   exposed.
 
-  docs/benchmarks/tpu_compile.md has the command that shows the same of a published model. It takes minutes.
+  docs/benchmarks/tpu.md has the command that shows the same of a published model. It takes minutes.
   """
   length, chips_per_slice = 128, 16
   keys = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 # By default XLA unrolls the loops of every kernel. Without unrolling it compiles a fifth less code, and compiling takes
-# most of a start. Steps take the same time (docs/benchmarks/startup.md).
+# most of a start. Steps take the same time.
 OPTION = "xla_cpu_disable_loop_unrolling"
 _FLAG = "--xla_backend_extra_options="
 

@@ -95,8 +95,8 @@ IMPLEMENTATIONS: Mapping[str, Callable[[Shape, str], AttentionKernel]] = Mapping
   {"cpu": _cpu_flash, "tpu": _tpu_flash, "gpu": _cudnn}
 )
 
-# With attention=autoselected, shorter sequences use dot_product. CPU: flash is not faster below this length
-# (end_to_end/benchmarks/attention_cpu.py). TPU: one block of the kernel.
+# With attention=autoselected, shorter sequences use dot_product. CPU: flash was not faster
+# below this length. TPU: one block of the kernel.
 MIN_FLASH_LENGTH = 128
 
 

@@ -14,8 +14,6 @@ the positions last. With the left operand [keys, H] instead, two of the seven ma
 
 The backward pass recomputes scores from the saved log-sum-exp (FlashAttention, Dao et al. 2022, section 3.1). All
 arithmetic is float32, because XLA's bfloat16 matmuls on a CPU are slower than casting.
-
-The numbers behind these choices come from end_to_end/benchmarks/attention_cpu.py.
 """
 
 from __future__ import annotations

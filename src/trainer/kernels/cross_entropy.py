@@ -16,9 +16,8 @@ from trainer.parallel.mesh import CONTEXT
 from trainer.parallel.sharding import constrain
 
 # Platform -> bytes of one chunk's float32 logits on a device. TPU: a chunk that fits into VMEM (128 MiB on v5e and v6e)
-# needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache
-# (end_to_end/benchmarks/cross_entropy_cpu.py). GPU: logits do not stay on the chip, and each chunk reads and
-# writes dw (docs/benchmarks/gpu_models.md).
+# needs no pass over HBM; much smaller chunks add to dw too often. CPU: a chunk that fits into the cache.
+# GPU: logits do not stay on the chip, and each chunk reads and writes dw.
 CHUNK_LOGITS_BYTES: Mapping[str, int] = MappingProxyType({"cpu": 8 << 20, "tpu": 96 << 20, "gpu": 768 << 20})
 
 

@@ -258,7 +258,7 @@ _lookup.defvjp(lambda *given: (_lookup(*given), given[:2]), _lookup_backward)
 def _tied_norm_scale(cfg: ModelSection) -> float:
   """Initial scale of a tied model's final norm: the largest up to 1 at which the first loss is ln(V) within 0.1.
 
-  A larger scale trains better (docs/benchmarks/initialisation.md). Two limits: the logits have the standard deviation
+  A larger scale trains better. Two limits: the logits have the standard deviation
   scale * sqrt(D) * std, as with an untied head; and the input token gets the logit scale * D * std * share, because its
   own embedding is a share of the residual stream. With e^logit = 1 + V / 40 this adds 0.025 to the loss.
   """

@@ -71,7 +71,7 @@ def swiglu_matmul(
   """Returns multiply(swiglu(gate, up), w), where `multiply` is linear in each of its arguments.
 
   On 7x its derivative is faster than JAX's. The compiler computes JAX's products in operations of their own, and these
-  products inside matmuls (docs/benchmarks/tpu_compile.md).
+  products inside matmuls.
   """
   return multiply(swiglu(gate, up), w)
 

@@ -370,7 +370,7 @@ def first_stage(mesh: Mesh, width: int) -> int:
   width: D, which fsdp shards. If shards do not fill tiles of memory, the TPU compiler turns some gathers, and the sums
   in their derivatives, into all-reduces, which send twice as much. It does not if they have two stages: along lines of
   devices, then across these lines. Without wraparounds, a line passes its links twice, and one stage is as fast or
-  faster (docs/benchmarks/tpu_compile.md).
+  faster.
   """
   coords = _fsdp_coords(mesh)
   fills_tiles = width // mesh.shape[FSDP] % _TILE_ROWS == 0

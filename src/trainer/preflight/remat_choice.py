@@ -33,7 +33,7 @@ from trainer.preflight import analysis
 from trainer.preflight.analysis import Analysis, Refused
 
 # From the least memory to the most: after a policy that does not fit, no other one fits. Policies that offload are not
-# candidates where `full` fits: the traffic to the host takes longer than its recomputation (docs/benchmarks/remat.md).
+# candidates where `full` fits: the traffic to the host takes longer than its recomputation.
 CANDIDATES = (
   RematPolicy.FULL,
   RematPolicy.SAVE_OUT_PROJ,
@@ -51,7 +51,7 @@ WITH_INPUTS_ON_HOST: tuple[str, ...] = tuple(
   for policy in CANDIDATES
   if policy is not RematPolicy.NONE
 )
-# From the shortest step. CPUs: measured (docs/benchmarks/remat.md); the other candidates are slower than a policy that
+# From the shortest step. CPUs: measured; the other candidates are slower than a policy that
 # needs less memory. GPUs: not measured, from the least recomputation.
 FIXED_ORDER: Mapping[str, tuple[RematPolicy, ...]] = MappingProxyType(
   {

@@ -59,7 +59,7 @@ TPU_OPTIONS = MappingProxyType(
 )
 
 # SparseCores can move the data of a collective while the matrix units compute. On 7x this is the default. On v5p and
-# v6e, the matrix units wait for every collective inside a slice without these options (docs/benchmarks/tpu_compile.md).
+# v6e, the matrix units wait for every collective inside a slice without these options.
 _WITH_SPARSECORES = ("v5p", "v6e")
 # Matrix units of 256 x 256: see projection.choose. v6e has them, too, but its layouts of llama3.1-8b need no joined
 # dims, and the copies that join them cost 5 % of the cycles of a layer.
@@ -86,7 +86,7 @@ SPARSECORE_OPTIONS = MappingProxyType(
 
 # Chip -> pairs (least D, KiB of on-chip memory for one fusion), in ascending order. From D = 2,560 on, the estimated
 # step is 6 to 14 % shorter than with the compiler's default, and compilation takes up to twice as long. Up to D = 2,048
-# the step is not shorter (docs/benchmarks/tpu_compile.md).
+# the step is not shorter.
 _ON_CHIP_KIB = MappingProxyType(
   {
     "v5e": ((2560, 64 << 10), (4096, 48 << 10)),
@@ -97,7 +97,7 @@ _ON_CHIP_KIB = MappingProxyType(
 )
 
 # For 8-bit matmuls on GPUs. With its own kernels instead of cuBLAS, XLA needs one to several minutes to choose among
-# them, and the step is slower (docs/benchmarks/accelerator.md).
+# them, and the step is slower.
 QUANTIZED_GPU_OPTIONS: Mapping[str, str | bool] = MappingProxyType({"xla_gpu_enable_triton_gemm": False})
 
 # {platform: options of a program that computes the same bits in every process}. On a GPU, XLA times several kernels for

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import time
 
 import pytest
-from end_to_end import wrapped_sigterm
 from tests.launch.manifest.cases import COMMON, ELASTIC, PLACE
 
 from trainer.launch.manifest.__main__ import render
@@ -64,20 +62,3 @@ def test_odd_values_survive_two_shells(shell, tmp_path, target):
 def test_a_line_break_is_refused():
   with pytest.raises(ValueError, match="Put the key into the YAML file"):
     render([*f"xpk {COMMON} {PLACE}".split(), "sample_prompt=a\nb"])
-
-
-@pytest.mark.skipif(not wrapped_sigterm.has_namespaces(), reason="this user may not make PID namespaces")
-@pytest.mark.parametrize("name", list(wrapped_sigterm.WRAPPERS))
-def test_sigterm_to_pid_1_of_a_container_reaches_the_program(tmp_path, name):
-  """Through the launchers' own shells, within their pods' grace period. end_to_end/wrapped_sigterm.py trains there."""
-  (tmp_path / "python").write_text("#!/bin/bash\ntrap 'exit 42' TERM; echo \"$@\"; while :; do sleep 0.1; done")
-  (tmp_path / "python").chmod(0o755)
-  wrapper, log = wrapped_sigterm.WRAPPERS[name], tmp_path / "log"
-  process = wrapped_sigterm.starter(wrapper, tmp_path)(["config.yml", "sample_prompt=a 'b'"], {}, log)
-  try:
-    while "-m trainer config.yml sample_prompt=a 'b'" not in log.read_text():
-      time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(wrapper.grace) == 42
-  finally:
-    process.send_signal(signal.SIGKILL)

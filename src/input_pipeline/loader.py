@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -30,14 +30,6 @@ _SHOWN = 20  # tokens
 _DIGESTS = 64  # steps whose digests wait for `Loader.digest`: more than are read ahead
 
 
-@dataclasses.dataclass
-class _Digest:
-  """The sum of the digests of `rows`."""
-
-  rows: set[int] = dataclasses.field(default_factory=set)
-  total: int = 0
-
-
 class Loader:
   """Batches as a pure function of (step, row): row r of step s is example s * global_batch_size + r of the source.
 
@@ -59,8 +51,9 @@ class Loader:
     """Number of the order of the examples; see `order`."""
     self._id = short(source.fingerprint())
     self._read: dict[str, int] = {}  # examples of each source that were read before the resume
-    self._digests: dict[int, _Digest] = {}  # {step: digest of the rows that were read}
+    self._digests: dict[int, dict[int, int]] = {}  # {step: {row that was read: its digest}}
     self._digests_wanted: Callable[[], bool] = lambda: False
+    self._lock = threading.Lock()  # of _digests
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -142,39 +135,45 @@ class Loader:
     """Makes `batch` digest the rows that it reads, whenever wanted() is true, so that `digest` need not read them."""
     self._digests_wanted = wanted
 
-  def _keep_digests(self, step: int, rows: Iterable[int], batch: Batch) -> None:
-    known = self._digests.setdefault(step, _Digest())
+  def _keep_digests(self, step: int, rows: Iterable[int], batch: Batch) -> dict[int, int]:
+    """Keeps and returns {row: digest}. Several threads may do this for one row: each writes the same value."""
+    found = {}
     for row, *fields in zip(rows, *batch):
-      if row >= 0 and row not in known.rows:
+      if row >= 0:
         content = hashlib.sha256(row.to_bytes(8, "big"))
         for field in fields:
           content.update(np.ascontiguousarray(field))
-        known.rows.add(row)
-        known.total += int.from_bytes(content.digest()[:16], "big")
-    while len(self._digests) > _DIGESTS:  # of a process that has stopped to ask
-      self._digests.pop(next(iter(self._digests)), None)
+        found[row] = int.from_bytes(content.digest()[:16], "big")
+    with self._lock:
+      self._digests.setdefault(step, {}).update(found)
+      while len(self._digests) > _DIGESTS:  # the process no longer asks
+        del self._digests[next(iter(self._digests))]
+    return found
 
   def prepare_digest(self, step: int) -> None:
     """Reads what `digest(step)` needs and this process has not read, if digests are wanted. From any thread."""
     if self._digests_wanted():
       with contextlib.suppress(DataError):  # the process that needs this row says so
-        self._keep_missing(step)
+        self._all_digests(step)
 
-  def _keep_missing(self, step: int) -> None:
-    known = self._digests.get(step, _Digest()).rows
-    if len(known) == self._global_batch_size:
-      return
-    for row in sorted(set(range(self._global_batch_size)) - known):  # one at a time: a batch of many hosts is large
-      self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
+  def _all_digests(self, step: int) -> dict[int, int]:
+    """{row: digest} of all rows of a step. Reads the rows that this process has not read."""
+    with self._lock:
+      known = dict(self._digests.get(step, {}))
+    for row in sorted(set(range(self._global_batch_size)) - known.keys()):  # one at a time: a whole batch is large
+      known |= self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
+    return known
 
   def digest(self, step: int) -> str:
     """32 hex digits of all examples of the batch of `step`: the sum of a hash of each row with its number, so it does
     not depend on which process has read which rows. "" if a row cannot be read."""
     try:
-      self._keep_missing(step)
+      known = self._all_digests(step)
     except DataError:
       return ""
-    return f"{self._digests.pop(step).total % 2**128:032x}"
+    with self._lock:
+      self._digests.pop(step, None)
+    return f"{sum(known.values()) % 2**128:032x}"
 
   def mean_weight(self, step: int) -> float:
     """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""

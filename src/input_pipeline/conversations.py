@@ -17,7 +17,7 @@ import numpy as np
 
 from input_pipeline.chat_template import Span, Template
 from input_pipeline.documents import Conversation
-from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, encodable
+from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, continuation, encodable
 
 _ROLES = ("system", "user", "assistant")
 _UNKNOWN = ("tool_calls", "tool_call_id", "function_call", "weight", "train")  # fields that would change the meaning
@@ -205,8 +205,10 @@ class ChatTokenizer(BpeTokenizer):
 
 def marked(tokenizer: Tokenizer, ids: np.ndarray, begin: str, end: str) -> str:
   """The text of ids as in `encode_conversations`, with `begin` and `end` around what is trained."""
-  parts = []
+  parts, before = [], list[int]()
   for is_trained, run in itertools.groupby(ids.tolist(), lambda id: id >= 0):
-    text = tokenizer.decode([max(id, ~id) for id in run], specials=True)
+    here = [max(id, ~id) for id in run]
+    text = continuation(tokenizer, before, here, specials=True)
+    before += here
     parts.append(f"{begin}{text}{end}" if is_trained else text)
   return "".join(parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -253,6 +254,13 @@ def prompt(tokenizer: Tokenizer, text: str) -> list[int]:
   """The ids of the beginning of a document; the end token if there are none."""
   begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
   return [*begin, *tokenizer.encode(text)] or [tokenizer.eos_id]
+
+
+def continuation(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int], *, specials: bool = False) -> str:
+  """The text that `ids` add to the text of `before`. Some decoders remove the blank at the beginning of what they get."""
+  head = tokenizer.decode(before, specials=specials)
+  whole = tokenizer.decode([*before, *ids], specials=specials)
+  return whole[len(os.path.commonprefix([head, whole])) :]
 
 
 def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:

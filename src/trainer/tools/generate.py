@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trainer
+from input_pipeline import tokenizer
 from trainer import cluster
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
@@ -45,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.error(f"--temperature {arguments.temperature:g} must be 0, for the most likely token, or at least 0.0001")
 
   def write() -> None:
-    prompts = [arguments.prompt] if arguments.prompts is None else Path(arguments.prompts).read_text().splitlines()
+    prompts = [arguments.prompt] if arguments.prompts is None else _lines_of(arguments.prompts)
     if not prompts:
       raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
     cluster.check_environment()
@@ -59,23 +60,31 @@ def main(argv: list[str] | None = None) -> int:
   return exit_code(write, OSError, UnicodeDecodeError)
 
 
+def _lines_of(path: str) -> list[str]:
+  """The lines of a file. Only LF, CR LF and CR end a line: str.splitlines also divides at form feeds and U+2028."""
+  with Path(path).open(encoding="utf-8-sig") as file:
+    return [line.removesuffix("\n") for line in file]
+
+
 def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: trainer.Sampling) -> None:
   """Prints the texts, a single one while it grows, and the speed on stderr."""
+  encoded = [model.encode(prompt) for prompt in prompts]
   rows: list[list[int]] = [[] for _ in prompts]
+  text = lambda i: tokenizer.continuation(model.tokenizer, encoded[i], rows[i])
   shown, times = "", [time.monotonic()]
   if len(prompts) == 1:
     print(prompts[0], end="", flush=True)
-  for step in model.stream([model.encode(prompt) for prompt in prompts], tokens, sampling):
+  for step in model.stream(encoded, tokens, sampling):
     times.append(time.monotonic())
     for row, id in zip(rows, step):
       row.extend(() if id is None else (id,))
     if len(prompts) == 1:
-      shown = _show(model.tokenizer.decode(rows[0]), shown)
+      shown = _show(text(0), shown)
   if len(prompts) == 1:
-    print(model.tokenizer.decode(rows[0])[len(shown) :])
+    print(text(0)[len(shown) :])
   else:
-    for prompt, row in zip(prompts, rows):
-      print(f"--- {prompt}{model.tokenizer.decode(row)}")
+    for i, prompt in enumerate(prompts):
+      print(f"--- {prompt}{text(i)}")
   if len(times) > 3:  # the second step is compiled before the second token
     speed = (sum(map(len, rows)) - 2 * len(rows)) / max(times[-1] - times[2], 1e-9)
     print(f"first token after {times[1] - times[0]:.2f} s, then {speed:.1f} tokens/s", file=sys.stderr)

@@ -115,6 +115,7 @@ class Model:
     """The continuation of each prompt."""
     if isinstance(prompts, str):
       raise TypeError(f"generate takes a list of prompts, such as [{prompts[:20]!r}]")
-    steps = list(self.stream([self.encode(prompt) for prompt in prompts], tokens, sampling))
-    rows = [[step[i] for step in steps] for i in range(len(prompts))]
-    return [self.tokenizer.decode(id for id in row if id is not None) for row in rows]
+    encoded = [self.encode(prompt) for prompt in prompts]
+    steps = list(self.stream(encoded, tokens, sampling))
+    rows = [[id for step in steps if (id := step[i]) is not None] for i in range(len(prompts))]
+    return [tokenizer_lib.continuation(self.tokenizer, before, row) for before, row in zip(encoded, rows)]

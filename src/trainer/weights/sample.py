@@ -22,9 +22,9 @@ def continue_text(
   model: DecoderFunctions, params: Params, tokenizer: Tokenizer, prompt: str, *, tokens: int, seed: int = 0
 ) -> str:
   """The text of `tokens` tokens sampled after `prompt`. `params` must be on one device. Deterministic."""
-  ids = [tokenizer_lib.prompt(tokenizer, prompt)]
-  steps = generation.stream(model, params, ids, tokens, vocab_size=tokenizer.vocab_size, sampling=Sampling(seed=seed))
-  return tokenizer.decode(id for (id,) in steps if id is not None)
+  ids = tokenizer_lib.prompt(tokenizer, prompt)
+  steps = generation.stream(model, params, [ids], tokens, vocab_size=tokenizer.vocab_size, sampling=Sampling(seed=seed))
+  return tokenizer_lib.continuation(tokenizer, ids, [id for (id,) in steps if id is not None])
 
 
 class Sample(Plugin):

@@ -313,7 +313,7 @@ def _instead(folder: Any) -> str:
 def read_json(path: Any) -> dict[str, Any]:
   """The object in a JSON file (an epath). Raises ConfigError."""
   try:
-    found = json.loads(path.read_text())
+    found = json.loads(path.read_bytes())  # of bytes, json also reads UTF-16 and a byte order mark
   except (OSError, ValueError) as error:
     raise ConfigError(f"{path}: cannot be read: {error}. Get the file again.") from error
   if not isinstance(found, dict):

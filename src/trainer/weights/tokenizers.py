@@ -39,7 +39,7 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
   if source:
     folder = run_id.folder(sources.split(source)[0])
     theirs = folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
-    if (theirs / _TOKENIZER).exists() and (theirs / _TOKENIZER).read_text() == tokenizer.json_text:
+    if _same_tokenizer(theirs / _TOKENIZER, tokenizer):
       kept = {name: (theirs / name).read_bytes() for name in sources.TOKENIZER_FILES if (theirs / name).exists()}
   if isinstance(tokenizer, ChatTokenizer):
     kept |= _of_chats(tokenizer, kept)
@@ -47,6 +47,11 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
   for name in sources.TOKENIZER_FILES:
     if name in kept:
       files.write_bytes(target, name, content if isinstance(content := kept[name], bytes) else content.encode())
+
+
+def _same_tokenizer(file: Any, tokenizer: BpeTokenizer) -> bool:
+  """Whether an epath has the JSON of `tokenizer`. Bytes, because reading as text changes the ends of lines."""
+  return file.exists() and file.read_bytes().decode("utf-8-sig", "replace") == tokenizer.json_text
 
 
 def _of_chats(tokenizer: ChatTokenizer, kept: Mapping[str, str | bytes]) -> dict[str, str]:

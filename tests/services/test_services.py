@@ -1,14 +1,12 @@
-"""wandb and trackio: each step and evaluation once, whatever the processes of the run do, and no harm if they fail.
+"""wandb: each step and evaluation once, whatever the processes of the run do, and no harm if they fail.
 
-The last two tests use the real packages, offline, where they are installed (extras wandb and trackio).
+One test uses the real package, offline, where it is installed (extra wandb).
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -219,9 +217,7 @@ def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
   release.set()
 
 
-@pytest.mark.parametrize(
-  ("service", "package"), [("wandb", "wandb"), ("trackio", "trackio"), ("goodput", "ml_goodput_measurement")]
-)
+@pytest.mark.parametrize(("service", "package"), [("wandb", "wandb"), ("goodput", "ml_goodput_measurement")])
 def test_a_missing_package_is_refused_before_anything_else(service, package, monkeypatch, tmp_path):
   installed = config_paths.is_installed
   monkeypatch.setattr(config_paths, "is_installed", lambda name: name != package and installed(name))
@@ -233,7 +229,7 @@ def test_a_missing_package_is_refused_before_anything_else(service, package, mon
   assert not (tmp_path / "runs").exists()
 
 
-# ---- the real packages
+# ---- the real package
 
 PROCESS = """
 import json, os, sys
@@ -263,7 +259,7 @@ out.close(42)
 
 def three_processes(folder, service) -> None:
   """Steps 1 to 7, then 6 to 12 and a kill, then 11 to 16."""
-  environment = os.environ | {"WANDB_MODE": "offline", "TRACKIO_DIR": str(folder / "trackio"), "HF_HUB_OFFLINE": "1"}
+  environment = os.environ | {"WANDB_MODE": "offline"}
   for first, last, end in ((1, 7, "close"), (6, 12, "kill"), (11, 16, "close")):
     arguments = [str(folder / "run"), str(first), str(last), end, service]
     result = subprocess.run(
@@ -284,18 +280,6 @@ def test_a_run_in_wandb_goes_on_after_a_kill_with_every_step_once(tmp_path):
   evaluated = [(row["evaluation/step"], row["evaluation/loss"]) for row in rows if "evaluation/step" in row]
   assert evaluated == [(5, 2 / 5), (10, 2 / 10), (15, 2 / 15)]
   assert "wandb is offline. `wandb sync" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_a_run_in_trackio_goes_on_after_a_kill_with_every_step_once(tmp_path):
-  pytest.importorskip("trackio", reason="the extra trackio is not installed")
-  three_processes(tmp_path, "trackio")
-  with sqlite3.connect(tmp_path / "trackio" / "trainer.db") as database:
-    found = database.execute("SELECT run_name, step, metrics FROM metrics ORDER BY id").fetchall()
-  assert {name for name, _, _ in found} == {"a 'b' \u00fc-012345"}
-  assert [step for _, step, _ in found] == list(range(1, 17))
-  rows = [json.loads(row) for _, _, row in found]
-  assert [row["learning/loss"] for row in rows] == [1 / step for step in range(1, 17)]
-  assert [row["evaluation/step"] for row in rows if "evaluation/step" in row] == [5, 10, 15]
 
 
 def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):

@@ -26,7 +26,7 @@ _RUN_FILES = (
 )
 _RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
 # Service that needs a package: the package. The extra of this project that has it has the service's name.
-_PACKAGES = {"wandb": "wandb", "trackio": "trackio", "goodput": "ml_goodput_measurement"}
+_PACKAGES = {"wandb": "wandb", "goodput": "ml_goodput_measurement"}
 
 
 def extras(observe: ObserveSection) -> Iterator[tuple[str, str, str]]:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from input_pipeline.options import DataOptions
 
-SERVICES = ("tensorboard", "wandb", "trackio", "goodput", "gcs_metrics", "checkpoint_logger")
+SERVICES = ("tensorboard", "wandb", "goodput", "gcs_metrics", "checkpoint_logger")
 # Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
 # a run with such a model.
 MODEL_VALUES = frozenset({
@@ -447,13 +447,12 @@ class ObserveSection(Section):
   services: str = "tensorboard"
   """Where the numbers of the run go besides metrics.jsonl, separated by commas. tensorboard: event files in
   {run}/tensorboard. wandb: Weights & Biases (extra wandb); offline, in {run}/wandb, without an API key or with
-  WANDB_MODE=offline; WANDB_PROJECT and WANDB_NAME name the run. trackio: trackio (extra trackio), in SQLite files of
-  this machine, or the server that TRACKIO_SERVER_URL or TRACKIO_SPACE_ID names; TRACKIO_PROJECT names the project.
-  goodput: the run's events for Google's ml-goodput-measurement (extra goodput), in Cloud Logging, or without
-  credentials in {run}/goodput_records.jsonl. gcs_metrics: one object per log_period in {run}/metrics, for object
-  stores, which cannot append to files. checkpoint_logger: records of save and restore times, in Cloud Logging if its
-  library is installed, else in a JSONL file in the run's folder. Empty: none. MaxText's switches are accepted too:
-  enable_goodput_recording=true adds goodput to what files of lower precedence say."""
+  WANDB_MODE=offline; WANDB_PROJECT and WANDB_NAME name the run. goodput: the run's events for Google's
+  ml-goodput-measurement (extra goodput), in Cloud Logging, or without credentials in {run}/goodput_records.jsonl.
+  gcs_metrics: one object per log_period in {run}/metrics, for object stores, which cannot append to files.
+  checkpoint_logger: records of save and restore times, in Cloud Logging if its library is installed, else in a JSONL
+  file in the run's folder. Empty: none. MaxText's switches are accepted too: enable_goodput_recording=true adds goodput
+  to what files of lower precedence say."""
   enable_pathways_goodput: bool = False
   """At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."""
   event_webhook_url: str = ""

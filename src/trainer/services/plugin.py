@@ -1,11 +1,11 @@
-"""The plug-in of the services: TensorBoard, wandb, trackio, metrics objects, a webhook, and Google's own records."""
+"""The plug-in of the services: TensorBoard, wandb, metrics objects, a webhook, and Google's own records."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.schema import ObserveSection
@@ -15,9 +15,8 @@ from trainer.run.plugins import Opened, Plugin
 from trainer.services.background_writer import BackgroundWriter, Scalars
 from trainer.services.goodput_recording import GoodputRecording
 from trainer.services.objects import MetricsObjects
-from trainer.services.service import EachStepOnce, Service, ServiceRun
+from trainer.services.service import EachStepOnce, ServiceRun
 from trainer.services.tensorboard import TensorBoard
-from trainer.services.trackio_runs import TrackioRun
 from trainer.services.wandb_runs import WandbRun
 from trainer.services.webhook import Webhook
 
@@ -87,15 +86,11 @@ def recorders(directory: str, cfg: ObserveSection, process: str, log: Log, run: 
     store = functools.partial(MetricsObjects, f"{directory}/metrics", cfg.log_period, log)
     remedy = "metrics.jsonl has all records"
     yield Lines(BackgroundWriter("metrics objects", store, log, remedy, waits=False))
-  begins: dict[str, Callable[[], Service]] = {}
   if cfg.sends_to("wandb"):
-    begins["wandb"] = functools.partial(WandbRun, directory, run, log)
-  if cfg.sends_to("trackio"):
-    begins["trackio"] = functools.partial(TrackioRun, run, log)
-  for name, begin in begins.items():
+    begin = functools.partial(WandbRun, directory, run, log)
     once = functools.partial(EachStepOnce, begin, functools.partial(service_rows, directory))
     remedy = "training goes on; a process that resumes the run sends what is missing"
-    yield Numbers(BackgroundWriter(f"records in {name}", once, log, remedy, waits=False))
+    yield Numbers(BackgroundWriter("records in wandb", once, log, remedy, waits=False))
 
 
 class Numbers:

@@ -30,7 +30,7 @@ VALID = (
   f"xpk {COMMON} {LOCAL} {PLACE} --max-restarts 5 --save-gigabytes-per-second 0.05",
   f"gcluster {COMMON} {ELASTIC} {PLACE} --elastic-slices 1 --cache-volume compiled --pathways-version v1",
   f"gcluster {COMMON} {LOCAL} --step-seconds 60 --service-account writer",
-  f"jobset {COMMON} services=wandb,trackio --image-extras wandb,trackio",
+  f"jobset {COMMON} services=wandb,goodput --image-extras wandb,goodput",
   f"jobset {COMMON} {GRAIN} grain_file_type=arrayrecord grain_train_files=/cache/data --cache-volume gs://data",
   f"gcluster {COMMON} {GRAIN} grain_file_type=parquet grain_train_files=gs://one/a;gs://two/b*.parquet",
 )

@@ -84,8 +84,8 @@ WRONG = {
   "a RayJob without Ray": (f"rayjob {COMMON}", "--build-arg EXTRAS=ray and give --image-extras ray"),
   "a service that the image lacks": (f"jobset {COMMON} services=wandb", "services=wandb: needs the extra wandb"),
   "another service, and an image with the first": (
-    f"xpk {COMMON} {PLACE} services=trackio --image-extras wandb",
-    "services=trackio: needs the extra trackio",
+    f"xpk {COMMON} {PLACE} services=goodput --image-extras wandb",
+    "services=goodput: needs the extra goodput",
   ),
   "an extra that does not exist": (
     f"jobset {COMMON} --image-extras wnb",

@@ -50,7 +50,7 @@ def service_seconds(config: Config) -> float:
   """
   observe = config.observe
   # The services of the metrics share their time. The writer of goodput is closed after them.
-  waits = any(map(observe.sends_to, ("wandb", "trackio", "gcs_metrics"))) + observe.sends_to("goodput")
+  waits = any(map(observe.sends_to, ("wandb", "gcs_metrics"))) + observe.sends_to("goodput")
   return waits * LONGEST_WAIT_SECONDS + (END_SECONDS if observe.event_webhook_url else 0.0)
 
 

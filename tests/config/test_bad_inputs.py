@@ -15,8 +15,6 @@ import pytest
 from trainer import __main__ as command
 from trainer import app
 
-TWO = "/" * 2  # slashes of an address: a test looks for addresses in all files
-
 YAML = {
   "a.yml": "steps: 5\nnum_slices: 1\nelastic_enabled: false\njax_cache_dir: ''\n",
   "list.yml": "- steps: 5\n",
@@ -101,20 +99,6 @@ CASES: list[tuple[list[str], list[str]]] = [
       ("--config c.yml", "config", "first argument"),
       ("-- steps=5", "--", "expected key=value"),
       ("steps==5", "steps==5", "a whole number"),
-      (
-        "event_webhook_url=example.org/x",
-        "event_webhook_url='example.org/x': does not begin with http://",
-        "Give the scheme, host and path",
-      ),
-      ("event_webhook_url=ftp://h/x", "does not begin with http:// or https://"),
-      (f"event_webhook_url=https:{TWO}", f"event_webhook_url='https:{TWO}': names no host"),
-      (f"event_webhook_url=http:{TWO}:80/x", "names no host"),
-      (f"event_webhook_url=http:{TWO}a..b/x", "names no host"),
-      (f"event_webhook_url=http:{TWO}h:99999/x", "Port out of range"),
-      (f"event_webhook_url=http:{TWO}h:port/x", f"'http:{TWO}h:port/x'"),
-      (f"event_webhook_url=http:{TWO}[::1/x", f"'http:{TWO}[::1/x'"),
-      (f"event_webhook_url=https:{TWO}me:word@h/x", "has a name and a password"),
-      (f"event_webhook_url=https:{TWO}h/\u00e9", "another character"),
       ("steps:5", "steps:5: expected key=value", "Usage"),
       ("=5", "=5: expected key=value", "Usage"),
       ("base_config=list.yml", "base_config", "Write it in a.yml"),

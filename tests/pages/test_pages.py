@@ -57,6 +57,15 @@ def test_the_readme_says_how_large_the_code_is():
 
 
 @needs.workshop
+def test_the_page_of_alerts_has_the_metrics_that_are_served():
+  from trainer.report import exporter
+
+  served = {f"trainer_{name}{'_total' * counts}" for name, (_, counts) in exporter._METRICS.items()}
+  named = set(re.findall(r"\btrainer_\w+", section((ROOT / "docs" / "records.md").read_text(), "Alerts")))
+  assert named == served | {exporter._AGE[0]}
+
+
+@needs.workshop
 def test_the_picture_of_the_house_is_that_of_the_imports():
   assert len(house.floors(house.needs())) <= 12
   drawn = house.picture(house.needs())

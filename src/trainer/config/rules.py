@@ -6,38 +6,14 @@ Each function yields one message per broken rule: value, rule, remedy.
 from __future__ import annotations
 
 import math
-import urllib.parse
 from collections.abc import Iterator
 from typing import Any
 
-from trainer.config.errors import counted, shorten
+from trainer.config.errors import counted
 from trainer.config.schema import CheckpointSection, ElasticSection, ModelSection, ParallelismSection
 
 NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
-
-
-def web_address(key: str, url: str) -> Iterator[str]:
-  """Something can be sent to `url`, as far as its text shows."""
-  reason = ""
-  try:
-    parts = urllib.parse.urlsplit(url)
-    if not url.isascii() or not url.isprintable() or " " in url:
-      reason = "has a space or another character that an address cannot have"
-    elif parts.scheme not in ("http", "https"):
-      reason = "does not begin with http:// or https://"
-    elif (
-      not parts.hostname
-      or parts.port == 0
-      or any(not 0 < len(label) < 64 for label in parts.hostname.rstrip(".").split("."))
-    ):
-      reason = "names no host and port that can exist"
-    elif "@" in parts.netloc:
-      reason = "has a name and a password, which would be in every copy of the configuration"
-  except ValueError as error:  # of a port or an IPv6 address
-    reason = str(error)
-  if reason:
-    yield f"{key}={shorten(url)!r}: {reason}.\nGive the scheme, host and path of a web server that takes events."
 
 
 def group_sizes(parallelism: ParallelismSection, group: str) -> dict[str, int]:

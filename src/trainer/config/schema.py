@@ -455,9 +455,6 @@ class ObserveSection(Section):
   to what files of lower precedence say."""
   enable_pathways_goodput: bool = False
   """At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."""
-  event_webhook_url: str = ""
-  """Address (http:// or https://) that gets the JSON of each event of events.jsonl by POST, once. A receiver that does
-  not answer costs events and no step. Empty: no webhook."""
   receipt_state_period: NonNegative = 100
   """Steps between digests of the state in receipt.jsonl, which has a line for each step (docs/trust.md). States of
   checkpoints and of the last step have one too. 0: no receipt."""

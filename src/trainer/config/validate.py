@@ -413,8 +413,6 @@ def _observe(observe: ObserveSection, data: DataSection, steps: int) -> Iterator
         f"services={shorten(observe.services)}: {shorten(service)} is not one of {', '.join(SERVICES)}.\n"
         f"{did_you_mean(service, SERVICES)}Write for example services=tensorboard,wandb, or services= for none."
       )
-  if observe.event_webhook_url:
-    yield from rules.web_address("event_webhook_url", observe.event_webhook_url)
   if observe.eval_interval == 0:
     yield "eval_interval=0: must be a number of steps, or -1 for the end only.\nUse eval_steps=0 for no evaluation."
   held_out = data.dataset_type == "synthetic" or (data.dataset_type == "text" and data.eval_fraction > 0)

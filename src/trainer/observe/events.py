@@ -105,17 +105,15 @@ class EventLog:
     self._lines = files.open_lines(self.directory, EVENTS_FILE)
     self._lock = threading.Lock()
     self._listeners: list[Callable[[dict[str, Any]], None]] = []
-    self._flushes: list[Callable[[], None]] = []
 
   def begin_epoch(self, epoch: int) -> None:
     """The members of the run have changed: the number is a field of every record from now on."""
     self.epoch = epoch
 
-  def subscribe(self, listener: Callable[[dict[str, Any]], None], flush: Callable[[], None] | None = None) -> None:
+  def subscribe(self, listener: Callable[[dict[str, Any]], None]) -> None:
     """`listener` gets every record that this process writes from now on, also the steps of metrics.jsonl. It must
-    return at once, and may be called from any thread. flush: called by `flush`; may take a moment."""
+    return at once, and may be called from any thread."""
     self._listeners.append(listener)
-    self._flushes += [] if flush is None else [flush]
 
   def tell(self, record: dict[str, Any]) -> None:
     """Hands a record to the listeners, if this process writes the records."""
@@ -164,8 +162,6 @@ class EventLog:
   def flush(self) -> None:
     """Returns when readers can see all records so far."""
     self._lines.flush()
-    for flush in self._flushes:
-      flush()
 
   def close(self) -> None:
     self._lines.close()

@@ -1,4 +1,4 @@
-"""The plug-in of the services: TensorBoard, wandb, metrics objects, a webhook, and Google's own records."""
+"""The plug-in of the services: TensorBoard, wandb, metrics objects, and Google's own records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from trainer.services.objects import MetricsObjects
 from trainer.services.service import EachStepOnce, ServiceRun
 from trainer.services.tensorboard import TensorBoard
 from trainer.services.wandb_runs import WandbRun
-from trainer.services.webhook import Webhook
 
 # Field of the record of a step -> name of the scalar in TensorBoard and in the services. Other numbers: learning/FIELD.
 _TAGS = {
@@ -54,10 +53,6 @@ class Services(Plugin):
     super().open(run, stack)
     observe = run.config.observe
     directory, name = run.config.run_directory, run.config.run.run_name
-    if url := observe.event_webhook_url:
-      webhook = Webhook(url, run.log)
-      stack.callback(webhook.close)
-      run.events.subscribe(webhook.put, webhook.flush)
     if observe.sends_to("goodput"):
       begin = functools.partial(GoodputRecording, directory, name, run.log)
       writer = BackgroundWriter("records of goodput", begin, run.log, "training goes on", waits=False)

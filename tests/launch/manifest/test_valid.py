@@ -215,7 +215,6 @@ def test_the_grace_period_covers_a_save():
   assert f"autocheckpoint_grace_seconds={spec['terminationGracePeriodSeconds']}" in container["command"][2]
   for keys, more in (
     ("services=wandb --image-extras wandb", 10),
-    (f"event_webhook_url=https:{'/' * 2}example.org/x", 5),
     ("services=gcs_metrics", 10),
     ("services=wandb,goodput --image-extras wandb,goodput", 20),
   ):

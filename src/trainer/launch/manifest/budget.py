@@ -7,7 +7,6 @@ import math
 from trainer.checkpoint.ramdisk_size import ramdisk_by_rule
 from trainer.config import Config, counts
 from trainer.observe.files import LONGEST_WAIT_SECONDS
-from trainer.services.webhook import END_SECONDS
 
 # Kubernetes' own grace period, which a pod has if nobody asks for another. The head pods that xpk and gcluster make
 # for Pathways always have it.
@@ -51,7 +50,7 @@ def service_seconds(config: Config) -> float:
   observe = config.observe
   # The services of the metrics share their time. The writer of goodput is closed after them.
   waits = any(map(observe.sends_to, ("wandb", "gcs_metrics"))) + observe.sends_to("goodput")
-  return waits * LONGEST_WAIT_SECONDS + (END_SECONDS if observe.event_webhook_url else 0.0)
+  return waits * LONGEST_WAIT_SECONDS
 
 
 def grace_seconds(save: float, step: float, others: float) -> int:

@@ -15,7 +15,7 @@ from trainer.config.schema import ObserveSection
 from trainer.observe import events, files, log, metrics
 from trainer.report import page
 from trainer.services.plugin import recorders
-from trainer.services.service import ServiceRun
+from trainer.services.wandb_runs import ServiceRun
 
 bucket = test_line_files.bucket  # a fixture
 

@@ -5,6 +5,7 @@ One test uses the real package, offline, where it is installed (extra wandb).
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -20,7 +21,7 @@ from trainer.config import paths as config_paths
 from trainer.config.load import load
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, metrics
-from trainer.services import background_writer, objects, plugin, service, wandb_runs
+from trainer.services import background_writer, objects, plugin, wandb_runs
 from trainer.services.wandb_runs import WandbRun
 
 
@@ -30,7 +31,7 @@ class Kept:
   def __init__(self, rows: list[tuple[int, dict[str, float]]]):
     self.rows = rows
     self.last_step = max((step for step, _ in rows), default=0)
-    self.last_evaluation = int(max((row.get(service.EVALUATED, 0) for _, row in rows), default=0))
+    self.last_evaluation = int(max((row.get(wandb_runs.EVALUATED, 0) for _, row in rows), default=0))
 
   def add(self, step, scalars):
     assert step > max((step for step, _ in self.rows), default=0), "a service drops such a row"
@@ -40,9 +41,9 @@ class Kept:
     pass
 
 
-def process(rows, history=()) -> service.EachStepOnce:
+def process(rows, history=()) -> wandb_runs.EachStepOnce:
   recorded = [(step, {"loss": step}, {"eval": step} if evaluated else {}) for step, evaluated in history]
-  return service.EachStepOnce(lambda: Kept(rows), lambda: recorded)
+  return wandb_runs.EachStepOnce(lambda: Kept(rows), lambda: recorded)
 
 
 def steps(writer, *numbers):
@@ -52,7 +53,7 @@ def steps(writer, *numbers):
 
 def seen(rows) -> list[tuple[int, int | None]]:
   """(step, step of the evaluation in its row)."""
-  return [(step, row.get(service.EVALUATED)) for step, row in rows]
+  return [(step, row.get(wandb_runs.EVALUATED)) for step, row in rows]
 
 
 def test_steps_that_are_done_again_and_their_evaluations_are_there_once():
@@ -134,7 +135,7 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
 
 def recorders_of_objects(said) -> list:
   cfg = ObserveSection(services="gcs_metrics")
-  return list(plugin.recorders("gs://b", cfg, "process", said, service.ServiceRun()))
+  return list(plugin.recorders("gs://b", cfg, "process", said, wandb_runs.ServiceRun()))
 
 
 def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):
@@ -184,7 +185,7 @@ def test_the_folder_of_wandb_for_a_run_on_an_object_store(monkeypatch, offline):
   settings = SimpleNamespace(settings=SimpleNamespace(mode="online", project=None, run_name=None))
   fake = SimpleNamespace(Settings=dict, setup=lambda *a: settings, login=lambda **k: True, init=init)
   monkeypatch.setitem(sys.modules, "wandb", fake)
-  run = WandbRun("gs://bucket/run", service.ServiceRun(), Said())
+  run = WandbRun("gs://bucket/run", wandb_runs.ServiceRun(), Said())
   run.finish(0)
   assert folders[0].exists() == offline
   shutil.rmtree(folders[0], ignore_errors=True)
@@ -236,10 +237,19 @@ import json, os, sys
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, log, metrics
 from trainer.services.plugin import recorders
-from trainer.services.service import ServiceRun
+from trainer.services.wandb_runs import ServiceRun, WandbRun
 
 folder, first, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-cfg = ObserveSection(services=sys.argv[5])
+cfg = ObserveSection(services="wandb")
+add = WandbRun.add
+
+
+def added(run, step, scalars):
+  print(json.dumps({"step": step} | scalars), flush=True)
+  add(run, step, scalars)
+
+
+WandbRun.add = added
 run = ServiceRun("a 'b' \\u00fc", "0123456789ab", {"learning_rate": 0.1})
 record, lines = events.EventLog(folder, "r"), log.get(folder)
 out = metrics.Metrics(folder, record, recorders=lambda: list(recorders(folder, cfg, record.process, lines, run)))
@@ -257,29 +267,27 @@ out.close(42)
 """
 
 
-def three_processes(folder, service) -> None:
+def test_every_process_of_an_offline_run_writes_the_whole_run(tmp_path):
   """Steps 1 to 7, then 6 to 12 and a kill, then 11 to 16."""
-  environment = os.environ | {"WANDB_MODE": "offline"}
+  pytest.importorskip("wandb", reason="the extra wandb is not installed")
   for first, last, end in ((1, 7, "close"), (6, 12, "kill"), (11, 16, "close")):
-    arguments = [str(folder / "run"), str(first), str(last), end, service]
+    arguments = [str(tmp_path / "run"), str(first), str(last), end]
+    environment = os.environ | {"WANDB_MODE": "offline"}
     result = subprocess.run(
       [sys.executable, "-c", PROCESS, *arguments], env=environment, capture_output=True, text=True, timeout=120
     )
     assert result.returncode == (-9 if end == "kill" else 0), result.stdout + result.stderr
     assert "from here on" not in result.stdout
-
-
-def test_a_run_in_wandb_goes_on_after_a_kill_with_every_step_once(tmp_path):
-  pytest.importorskip("wandb", reason="the extra wandb is not installed")
-  three_processes(tmp_path, "wandb")
-  parts = sorted((tmp_path / "run" / "wandb").glob("offline-run-*-0123456789ab/run-0123456789ab.wandb"))
-  assert len(parts) == 3
-  rows = [row for part in parts for row in wandb_runs.history(part, 1000)]
-  assert [row["_step"] for row in rows] == list(range(1, 17))
+  rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+  assert [row["step"] for row in rows] == list(range(1, 17))
   assert [row["learning/loss"] for row in rows] == [1 / step for step in range(1, 17)]
   evaluated = [(row["evaluation/step"], row["evaluation/loss"]) for row in rows if "evaluation/step" in row]
   assert evaluated == [(5, 2 / 5), (10, 2 / 10), (15, 2 / 15)]
-  assert "wandb is offline. `wandb sync" in (tmp_path / "run" / "log.txt").read_text()
+  folder = tmp_path / "run" / "wandb" / "latest-run"
+  assert (
+    len(list(folder.parent.glob("offline-run-*"))) == 3 and (folder / "run-0123456789ab.wandb").stat().st_size > 2000
+  )
+  assert f"`wandb sync {folder}` uploads the run\n" in (tmp_path / "run" / "log.txt").read_text()
 
 
 def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):

@@ -15,9 +15,8 @@ from trainer.run.plugins import Opened, Plugin
 from trainer.services.background_writer import BackgroundWriter, Scalars
 from trainer.services.goodput_recording import GoodputRecording
 from trainer.services.objects import MetricsObjects
-from trainer.services.service import EachStepOnce, ServiceRun
 from trainer.services.tensorboard import TensorBoard
-from trainer.services.wandb_runs import WandbRun
+from trainer.services.wandb_runs import EachStepOnce, ServiceRun, WandbRun
 
 # Field of the record of a step -> name of the scalar in TensorBoard and in the services. Other numbers: learning/FIELD.
 _TAGS = {

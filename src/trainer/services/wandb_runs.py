@@ -1,29 +1,114 @@
-"""services=wandb: the run in Weights & Biases, online, or offline for a later `wandb sync`.
+"""services=wandb: the run in Weights & Biases, each step there once, online or offline.
 
 wandb's own environment variables decide where the run goes (WANDB_API_KEY, WANDB_ENTITY, WANDB_BASE_URL, WANDB_MODE)
 and name it (WANDB_PROJECT, default trainer; WANDB_NAME, default run_name). Without an API key the run stays offline.
-Each process of an offline run leaves a folder `{run}/wandb/offline-run-*`, with the same run id: `wandb sync
-{run}/wandb/*` uploads them as one run.
+Online, a process continues the run of the process before it. Offline, nobody says what an earlier process has written:
+each process writes a folder `{run}/wandb/offline-run-*` with all steps so far, and `wandb sync {run}/wandb/latest-run`
+uploads the whole run.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import shutil
-import struct
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.observe import files
 from trainer.observe.log import Log
 from trainer.process.signals import PREEMPTED
-from trainer.services.service import EVALUATED, ServiceRun
+from trainer.services.background_writer import Scalars
 
-_BLOCK = 1 << 15  # bytes; wandb writes its records in blocks, in the format of LevelDB's log
-_TAIL_BLOCKS = 64  # that are read to find the last step of an offline run
+EVALUATED = "evaluation/step"  # the step of which the evaluation in the same row is
+
+
+@dataclasses.dataclass(frozen=True)
+class ServiceRun:
+  """The run as a service shows it."""
+
+  name: str = ""
+  id: str = ""  # the same in every process of the run; "": every process starts from step 0, as a run of its own
+  config: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Service(Protocol):
+  """A run of a service, begun or continued. Steps are added in order, each once."""
+
+  last_step: int  # of the rows that it has already; 0: none
+  last_evaluation: int  # the largest EVALUATED that it has already; 0: none
+
+  def add(self, step: int, scalars: dict[str, float]) -> None:
+    """Adds the row of `step`, which is above the steps of all rows so far."""
+
+  def finish(self, exit_code: int | None) -> None:
+    """Ends this process's part of the run, as Destination.close."""
+
+
+class EachStepOnce:
+  """A Destination that gives a service every step and every evaluation once, whatever the processes of the run do.
+
+  A service cannot replace a row. So a step that is done again keeps its first row, in which only the order of
+  floating-point sums may differ. If rows are missing before the first step of this process, because an earlier
+  process was killed or the service was down, they are read from the records of the run.
+  """
+
+  def __init__(
+    self, open_service: Callable[[], Service], history: Callable[[], Iterable[tuple[int, Scalars, Scalars]]]
+  ) -> None:
+    """history: the records of the run so far: step, numbers of the step, numbers of its evaluation (or none)."""
+    self._service = open_service()
+    self._history = history
+    self._has_seen_a_step = False
+    self._step: int | None = None  # of the row that is not added yet: an evaluation may belong to it
+    self._row: dict[str, float] = {}
+
+  def write(self, step: int, scalars: Scalars, wall: float, *, is_step: bool) -> None:
+    if not is_step:
+      self._evaluation(step, scalars)
+      return
+    if not self._has_seen_a_step:
+      self._has_seen_a_step = True
+      if self._service.last_step < step - 1:
+        self._fill_in(step)
+    self._begin_row(step, scalars)
+
+  def flush(self) -> None:
+    self._add()
+
+  def close(self, exit_code: int | None) -> None:
+    if self._row and self._step is None:  # an evaluation that no step has followed
+      self._step = self._service.last_step + 1
+    self._add()
+    self._service.finish(exit_code)
+
+  def _fill_in(self, step: int) -> None:
+    """Adds the rows before `step` that the service lacks."""
+    for earlier, scalars, evaluation in self._history():
+      if self._service.last_step < earlier < step:
+        self._begin_row(earlier, scalars)
+        if evaluation:
+          self._evaluation(earlier, evaluation)
+    self._add()
+
+  def _begin_row(self, step: int, scalars: Scalars) -> None:
+    self._add()
+    if step > self._service.last_step:
+      self._step = step
+      self._row.update(scalars)  # to an evaluation of an earlier step, if there was no row for it
+
+  def _evaluation(self, step: int, scalars: Scalars) -> None:
+    if step > self._service.last_evaluation:
+      self._service.last_evaluation = step
+      self._row.update(scalars)
+      self._row[EVALUATED] = step
+
+  def _add(self) -> None:
+    if self._step is not None:
+      self._service.add(self._step, self._row)
+      self._service.last_step, self._step, self._row = self._step, None, {}
 
 
 class WandbRun:
@@ -35,19 +120,16 @@ class WandbRun:
 
     self._temporary = tempfile.mkdtemp(prefix="wandb-") if files.is_object_store(run_directory) else ""
     directory = Path(self._temporary or run_directory)
-    run_id = run.id or uuid.uuid4().hex[:12]
     settings = wandb.Settings(console="off", silent=True)
     wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt
     of_user = wandb.setup().settings  # of the environment
     mode = of_user.mode
     if mode == "online" and not wandb.login(prompt=False):
       mode = "offline"
-    # As it is now: wandb creates this process's folder, which is empty.
-    self.last_step, self.last_evaluation = offline_progress(directory / "wandb", run_id)
     self._run: Any = wandb.init(
       project=of_user.project or "trainer",
       name=of_user.run_name or run.name,
-      id=run_id,
+      id=run.id or uuid.uuid4().hex[:12],
       resume="allow",
       mode=mode,
       dir=directory,
@@ -56,9 +138,10 @@ class WandbRun:
       settings=settings,
     )
     self._run.define_metric("evaluation/*", step_metric=EVALUATED)
+    self.last_step = self.last_evaluation = 0
     if self._run.offline:
       kept = "" if not self._temporary else "; they are lost with this machine: set WANDB_API_KEY"
-      log.line(f"wandb is offline. `wandb sync {directory}/wandb/*` uploads the run's files{kept}")
+      log.line(f"wandb is offline. `wandb sync {directory}/wandb/latest-run` uploads the run{kept}")
     else:
       self.last_step = self._run.starting_step - 1 if self._run.resumed else 0
       self.last_evaluation = int(self._run.summary.get(EVALUATED, 0))
@@ -73,44 +156,3 @@ class WandbRun:
     self._run.finish(exit_code=exit_code or 0)
     if self._temporary and not self._run.offline:  # wandb has all of it
       shutil.rmtree(self._temporary, ignore_errors=True)
-
-
-def offline_progress(directory: Path, run_id: str) -> tuple[int, int]:
-  """The last step and the last evaluation (EVALUATED) in the offline folders of a run; 0: none.
-
-  Reads the ends of the files: the records that wandb itself would upload, so a step lost by a kill is not counted.
-  """
-  files_of_run = directory.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
-  rows = [row for path in files_of_run for row in history(path, _TAIL_BLOCKS)]
-  step, evaluated = (max((int(row.get(name, 0)) for row in rows), default=0) for name in ("_step", EVALUATED))
-  return step, evaluated
-
-
-def history(path: Path, blocks: int) -> Iterator[dict[str, Any]]:
-  """The rows in the last `blocks` of a .wandb file, in order. A record that a kill has cut short ends them."""
-  from wandb.proto import wandb_internal_pb2
-
-  with path.open("rb") as file:
-    start = max(0, file.seek(0, 2) // _BLOCK - blocks) * _BLOCK
-    file.seek(start)
-    data = file.read()
-  at, record = (0 if start else 7), None  # the file begins with 7 bytes of wandb
-  while at + 7 <= len(data):
-    if 0 < (left := -at % _BLOCK) < 7:  # too little for a part of a record: it is in the next block
-      at += left
-      continue
-    length, kind = struct.unpack_from("<HB", data, at + 4)  # after a checksum of 4 bytes
-    part = data[at + 7 : at + 7 + length]
-    if not kind or len(part) < length:
-      return
-    at += 7 + length
-    whole, first, last = kind == 1, kind == 2, kind == 4
-    if whole or first:
-      record = b""
-    if record is not None:  # else it begins before `start`
-      record += part
-      if whole or last:
-        parsed = wandb_internal_pb2.Record.FromString(record)
-        if parsed.HasField("history"):
-          items = parsed.history.item
-          yield {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}

@@ -1,14 +1,13 @@
 """Runs a tiny model through random fault histories behind a stand-in for Pathways, with the real proxy client.
 
-  python -m end_to_end.pathways_histories [--count 200] [--first 0] [--processes] [key=value ...]
+  python -m end_to_end.pathways_histories [--count 200] [--first 0] [key=value ...]
 
 Seed i determines history i. The faults of end_to_end.elastic_histories (slices lost during a step, a snapshot, a save,
 an evaluation, a restore or a recovery, double faults, returns, flapping slices) happen in the stand-in, and a quarter
 of those in steps, evaluations, snapshots and saves are hangs instead. In every fourth history a thread also kills and
 revives slices at random times. The rules are those of elastic_histories. In addition no recovery may compile, except to
 make a fresh state: every set of slices is compiled once, before the first history, and its executables outlive every
-loss and return. With --processes every slice is a process, which a fault kills; the undisturbed run has the same sums
-then. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
+loss and return. After the first history that breaks a rule, prints the command that repeats it and exits with 1.
 """
 
 from __future__ import annotations
@@ -50,11 +49,10 @@ WILD = 4  # one history in so many has a thread that kills and revives slices at
 class StandIn:
   """One stand-in for many runs of this process."""
 
-  def __init__(self, *, processes: bool = False) -> None:
-    """processes: whether each slice is a process."""
+  def __init__(self) -> None:
     cfg = ClusterSection(
       cluster="pathways",
-      cluster_standin=f"{NUM_SLICES}x1{':processes' if processes else ''}",
+      cluster_standin=f"{NUM_SLICES}x1",
       enable_single_controller=True,
     )
     self._first = PathwaysCluster.start(cfg, os.environ)
@@ -151,10 +149,9 @@ def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
   parser.add_argument("--count", type=int, default=200, help="number of histories")
   parser.add_argument("--first", type=int, default=0, help="seed of the first history")
-  parser.add_argument("--processes", action="store_true", help="a process for each slice")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs, such as num_experts=4")
   options = parser.parse_args()
-  stand_in = StandIn(processes=options.processes)
+  stand_in = StandIn()
   try:
     with tempfile.TemporaryDirectory(prefix="pathways-histories-") as directory:
       harness = Harness(Path(directory), stand_in.make_cluster)

@@ -28,19 +28,17 @@ _MOST_GROWTH = 200  # bytes of resident memory for each dispatch, between the tw
 def main() -> int:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("what", choices=["conformance", "faults", "leak", "leak-client"])
-  parser.add_argument("--processes", action="store_true", help="a server with a process for each slice")
   parser.add_argument("--dispatches", type=int, default=100_000)
   options = parser.parse_args()
   if options.what == "leak-client":
     return _dispatch(options.dispatches)
-  arguments = ("--port", "0", *(["--processes"] if options.processes else []))
-  server = start_standin(2, 2, "TPU v5 lite", arguments=arguments)
+  server = start_standin(2, 2, "TPU v5 lite")
   try:
     if options.what == "leak":
       return _measure(server, options.dispatches)
     module, platforms, arguments = {
-      "conformance": ("tests.support.standin_conformance", "proxy,cpu", []),
-      "faults": ("tests.support.standin_faults", "proxy", [server.control_path]),
+      "conformance": ("tests.pathways_standin.conformance", "proxy,cpu", []),
+      "faults": ("tests.pathways_standin.faults", "proxy", [server.control_path]),
     }[options.what]
     report = json.loads(_client(server, module, arguments, platforms).communicate()[0].splitlines()[-1])
   finally:
@@ -85,12 +83,12 @@ def _dispatch(count: int) -> int:
 def _measure(server, count: int) -> int:
   client = _client(server, "end_to_end.standin", ["leak-client", "--dispatches", str(count)])
   rows, began = [], time.monotonic()
-  print("dispatches  seconds  server, client and slices in MiB  handles")
+  print("dispatches  seconds  server and client in MiB  handles")
   for line in client.stdout:
     time.sleep(1.0)  # the client sends the last deletions
     status = server.control("status")
     (session,) = status["clients"]
-    processes = [server.process.pid, client.pid, *(entry["pid"] for entry in status["slices"] if "pid" in entry)]
+    processes = [server.process.pid, client.pid]
     rows.append((list(map(_mebibytes, processes)), [session[key] for key in _HELD]))
     memory = "  ".join(f"{mebibytes:7.1f}" for mebibytes in rows[-1][0])
     print(f"{int(line):10d}  {time.monotonic() - began:7.1f}  {memory}  {rows[-1][1]}", flush=True)

@@ -1,7 +1,7 @@
 """A server that stands in for Pathways: rehearse a Pathways job on one machine, with JAX's real proxy client.
 
   python -m pathways_standin --slices 3 --devices-per-slice 4 [--device-kind "TPU v5 lite"]
-              [--port 29000 | --unix PATH] [--processes [--worker-timeout SECONDS]] [--at "DISPATCH COMMAND"]
+              [--port 29000 | --unix PATH] [--at "DISPATCH COMMAND"]
   IFRT_PROXY_USE_INSECURE_GRPC_CREDENTIALS=true JAX_PLATFORMS=proxy JAX_BACKEND_TARGET=grpc://127.0.0.1:29000 \\
     python your_program.py
   python -m pathways_standin.control kill 1
@@ -22,16 +22,14 @@ From Python, in any process (it imports neither JAX nor gRPC):
 The server ends with the process that started it, also if that process is killed. It inherits the environment.
 `commands.COMMANDS` lists the commands. Errors of arguments end the server with exit code 2, and `exit` with 70.
 
-Without --processes, all devices belong to the server's process, and a lost slice is an administrative state: its data
-are replaced by errors. With --processes, each slice is a process that any signal may kill or stop (`status` has their
-ids), with its data; programs that span slices communicate over gloo. Each start of a worker takes seconds. A worker
-that has not answered for --worker-timeout seconds is killed.
+All devices belong to the server's process, and a lost slice is an administrative state: its data are replaced by
+errors.
 
 What it does not model: the time that anything takes on TPUs and between hosts, the numerics of TPUs, the memory limits
 of devices, Pathways' resource manager, programs of plugins (persistence, remote profiling), host callbacks.
 
 Modules, from the bottom: `status`, `messages` (the protocol, from the installed jaxlib), `dtypes`, `devices`,
-`placement`, `host_buffers`, `gates`, `arrays`, `executables`, `runtime` (shards and programs in this process),
-`worker` and `workers` (in a process for each slice), `slices` (faults), `session`, `*_requests` (one function for each
-request of the protocol), `wire` (gRPC), `commands`, `server`, `control`.
+`placement`, `host_buffers`, `gates`, `arrays`, `executables`, `runtime` (shards and programs), `slices`
+(faults), `session`, `*_requests` (one function for each request of the protocol), `wire` (gRPC), `commands`, `server`,
+`control`.
 """

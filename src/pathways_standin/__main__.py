@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from pathways_standin.arguments import COMMANDS, WORKER_TIMEOUT, add_address, address, whole
+from pathways_standin.arguments import COMMANDS, add_address, address, whole
 from pathways_standin.process import StandinError
 
 _MOST_DEVICES = 512  # threads of forced CPU devices: more than a machine can run
@@ -34,15 +34,6 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--device-kind", default="cpu", help="what clients see as device_kind; it changes nothing else")
   add_address(parser)
   parser.add_argument("--at", action="append", default=[], metavar="'DISPATCH COMMAND'", help="a fault; repeatable")
-  parser.add_argument("--processes", action="store_true", help="a process for each slice, which any signal may kill")
-  parser.add_argument(
-    "--worker-timeout",
-    type=float,
-    default=WORKER_TIMEOUT,
-    metavar="SECONDS",
-    help="with --processes: kill the process of a slice that has not answered for so long, for example a stopped one "
-    f"({WORKER_TIMEOUT:g})",
-  )
   parser.add_argument("--child", action="store_true", help="end when standard input ends; print one line of JSON")
   options = parser.parse_args(argv)
   if message := _mistake(options):
@@ -60,8 +51,6 @@ def _mistake(options: argparse.Namespace) -> str:
       return f"--{name.replace('_', '-')} {getattr(options, name)} must be at least 1."
   if (devices := options.slices * options.devices_per_slice) > _MOST_DEVICES:
     return f"{devices} devices are too many to simulate. Use at most {_MOST_DEVICES}."
-  if not 1 <= options.worker_timeout < 1e9:
-    return f"--worker-timeout {options.worker_timeout:g} must be at least 1 second, and below 1e9 seconds."
   if not 0 <= options.port < 65536:
     return f"--port {options.port} is no port. Use 0 to 65535."
   if options.unix and not os.path.isdir(os.path.dirname(options.unix) or "."):
@@ -90,8 +79,7 @@ def _serve(options: argparse.Namespace) -> int:
     signal.signal(number, stop)
   try:
     sizes = (options.slices, options.devices_per_slice)
-    timeout = options.worker_timeout if options.processes else None
-    server = server_lib.Server(*sizes, options.device_kind, address(options), worker_timeout=timeout)
+    server = server_lib.Server(*sizes, options.device_kind, address(options))
     for planned in options.at:
       server.commands.execute(["at", *planned.split()])
   except (RuntimeError, CommandError, OSError) as error:

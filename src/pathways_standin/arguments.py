@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 
 PORT = 29000  # what Pathways uses
-WORKER_TIMEOUT = 30.0  # seconds without an answer after which the process of a slice is killed
 
 COMMANDS = """\
 status                      the slices, the dispatches so far, and what each client holds

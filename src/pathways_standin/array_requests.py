@@ -170,7 +170,7 @@ def _copy_to_host_buffer(session: ClientSession, body: Any, response: Any) -> Wh
     assert not isinstance(array.shards[0], Status)
     if tuple(array.shards[0].shape) != array.spec.shape:
       raise Status("INVALID_ARGUMENT", "CopyToHostBuffer of an array that is partitioned over several devices")
-    shard = session.runtime.to_host(array.shards[0])
+    shard = array.shards[0]
     where = Placement(array.devices[:1], array.memory, "SingleDeviceSharding", replicated=True)
     copied = Array(dataclasses.replace(array.spec, placement=where), [shard])
   strides = _strides(body)
@@ -243,19 +243,12 @@ def _reshard(session: ClientSession, source: Array, spec: Spec) -> Array:
   before = source.spec.placement.parts(session.devices, spec.shape)
   after = spec.placement.parts(session.devices, spec.shape)
   shards: list[Shard | None] = [session.slices.why_lost([device]) for device in spec.placement.devices]
-  alive = [i for i, lost in enumerate(shards) if lost is None]
-
-  def change(values: list[np.ndarray]) -> list[np.ndarray]:
-    whole = np.empty(spec.shape, spec.dtype)
-    for part, value in zip(before, values, strict=True):
-      whole[part] = value
-    return [whole[after[i]] for i in alive]
-
-  shapes = [tuple(len(range(n)[s]) for s, n in zip(after[i], spec.shape, strict=True)) for i in alive]
-  places = [(spec.placement.devices[i], shape) for i, shape in zip(alive, shapes, strict=True)]
-  made = session.runtime.rearrange(source.shards, change, places, spec.placement.memory)
-  for i, shard in zip(alive, made, strict=True):
-    shards[i] = shard
+  whole = np.empty(spec.shape, spec.dtype)
+  for part, shard in zip(before, source.shards, strict=True):
+    whole[part] = np.asarray(shard)
+  for i, device in enumerate(spec.placement.devices):
+    if shards[i] is None:
+      shards[i] = session.runtime.put(whole[after[i]], device, spec.placement.memory)
   return session.slices.admit(Array(spec, shards), [source])
 
 

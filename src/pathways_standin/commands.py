@@ -6,7 +6,6 @@ they are counted from the start of the server.
 
 from __future__ import annotations
 
-import contextlib
 import heapq
 import itertools
 import logging
@@ -17,14 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from pathways_standin.arguments import COMMANDS
-from pathways_standin.runtime import Runtime
 from pathways_standin.slices import Slices
 from pathways_standin.status import CODES
 from pathways_standin.wire import Service
 
 _log = logging.getLogger(__name__)
 
-_CHANGES = frozenset({"kill", "revive", "reset"})
 _RANDOM = "(random)"  # marks a planned command that plans the next one
 _EXIT_CODE = 70  # of a server that was told to exit
 
@@ -36,13 +33,12 @@ class CommandError(ValueError):
 class Commands:
   """Executes commands. All methods may be called from any thread."""
 
-  def __init__(self, slices: Slices, runtime: Runtime, service: Service) -> None:
-    self._slices, self._runtime, self._service = slices, runtime, service
+  def __init__(self, slices: Slices, service: Service) -> None:
+    self._slices, self._service = slices, service
     self._planned: list[tuple[int, int, list[str]]] = []  # heap: dispatch, order, command
     self._random: Iterator[tuple[int, str]] = iter(())
     self._order = itertools.count()
     self._lock = threading.Lock()
-    self._changes = threading.RLock()  # a slice is not revived while it is being killed
     slices.on_dispatch = self._on_dispatch
 
   def execute(self, words: list[str]) -> dict[str, Any]:
@@ -51,8 +47,7 @@ class Commands:
     run = getattr(self, f"_do_{verb}", None) if verb.isalpha() else None
     if run is None:
       raise CommandError(f"{' '.join(words)!r} is no command. The commands are:\n{COMMANDS}")
-    with self._changes if verb in _CHANGES else contextlib.nullcontext():
-      answer = run(rest)
+    answer = run(rest)
     if verb != "status":
       _log.info("%s: %s", " ".join(words), answer)
     return answer
@@ -63,7 +58,7 @@ class Commands:
     with self._lock:
       planned = [f"at {at} {' '.join(command)}" for at, _, command in sorted(self._planned)]
     return {
-      "slices": [entry | self._runtime.describe(s) for s, entry in enumerate(self._slices.describe())],
+      "slices": self._slices.describe(),
       "dispatches": self._slices.dispatches,
       "planned": planned,
       "clients": clients,
@@ -75,16 +70,12 @@ class Commands:
     if code not in CODES:
       raise CommandError(f"{code!r} is no error code. Use one of {', '.join(CODES)}.")
     before = self._slices.lost_shards
-    if len(words) == 1:
-      self._runtime.shut_down(slice_id)  # a process is killed, and the loss is noticed, as if a user had killed it
-    if len(words) > 1 or not self._slices.is_down(slice_id):
-      self._slices.kill(slice_id, code, " ".join(words[2:]))
-    self._runtime.shut_down(slice_id)
+    self._slices.kill(slice_id, code, " ".join(words[2:]))
     return {"lost_shards": self._slices.lost_shards - before}
 
   def _do_revive(self, words: list[str]) -> dict[str, Any]:
     _count(words, 1, 1, "revive SLICE")
-    self._revive(self._slice(words[0]))
+    self._slices.revive(self._slice(words[0]))
     return {}
 
   def _do_hang(self, words: list[str]) -> dict[str, Any]:
@@ -107,7 +98,7 @@ class Commands:
     with self._lock:
       self._planned.clear()
     for slice_id in range(self._slices.devices.slices):
-      self._revive(slice_id)
+      self._slices.revive(slice_id)
       self._slices.release(slice_id)
       self._slices.slow(slice_id, 0.0)
     return {}
@@ -167,13 +158,6 @@ class Commands:
         self.execute(command)
       except CommandError as error:
         _log.error("a planned command failed: %s", error)
-
-  def _revive(self, slice_id: int) -> None:
-    self._runtime.start_up(slice_id)
-    with self._slices.lock:  # the process may end at any time
-      if not self._runtime.runs(slice_id):
-        raise CommandError(f"the process of slice {slice_id} ended at once. The messages of the server say why.")
-      self._slices.revive(slice_id)
 
   def _slice(self, word: str) -> int:
     count = self._slices.devices.slices

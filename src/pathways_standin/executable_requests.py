@@ -17,7 +17,6 @@ def _compile(session: ClientSession, body: Any, response: Any) -> InBackground:
   def work(response: Any) -> None:
     options = session.messages.ifrt("XlaCompileOptionsProto").FromString(body.compile_options.data).compile_options
     made = executables.compile_program(session.messages, session.devices, body.program, options)
-    session.runtime.prepare(made, options.SerializeToString())
     answer = response.compile_response
     answer.name, answer.num_devices = made.name, len(made.devices)
     answer.device_ids.extend(made.devices)

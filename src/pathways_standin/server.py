@@ -18,7 +18,6 @@ from pathways_standin.runtime import Runtime
 from pathways_standin.session import ClientSession
 from pathways_standin.slices import Slices
 from pathways_standin.wire import INSECURE, Service
-from pathways_standin.workers import WorkerRuntime
 
 _log = logging.getLogger(__name__)
 _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requests.HANDLERS
@@ -27,30 +26,23 @@ _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requ
 class Server:
   """A running server."""
 
-  def __init__(
-    self, slices: int, devices_per_slice: int, device_kind: str, address: str, *, worker_timeout: float | None
-  ) -> None:
-    """address: as gRPC has it; port 0 chooses one. worker_timeout: see workers.py; None: slices are no processes.
+  def __init__(self, slices: int, devices_per_slice: int, device_kind: str, address: str) -> None:
+    """address: as gRPC has it; port 0 chooses one.
 
     Raises RuntimeError if the address is taken, StandinError for the folder of the control socket.
     """
     known = messages.load()
     devices = Devices(slices, devices_per_slice, device_kind)
-    self._slices = Slices(devices)
-    runtime = Runtime(devices)
-    if worker_timeout is not None:
-      runtime = WorkerRuntime(devices, self._slices.lock, self._slices.note_loss, worker_timeout)
-    self._runtime = runtime
-    self._service = Service(known, lambda number: ClientSession(number, known, runtime, self._slices, _HANDLERS))
-    self.commands = Commands(self._slices, runtime, self._service)
+    state, runtime = Slices(devices), Runtime(devices)
+    self._service = Service(known, lambda number: ClientSession(number, known, runtime, state, _HANDLERS))
+    self.commands = Commands(state, self._service)
     chosen = self._service.start(address)
     self.address = f"grpc://{chosen}"
     self.control_path = process.control_path(chosen)
     self._control = _listen(self.control_path, self.commands)
 
   def close(self) -> None:
-    """Ends the slices and removes the control socket. The process should end now: it has threads in gRPC and XLA."""
-    self._runtime.close()
+    """Removes the control socket. The process should end now: it has threads in gRPC and XLA."""
     self._control.server_close()
     Path(self.control_path).unlink(missing_ok=True)
 

@@ -159,7 +159,7 @@ class ClientSession:
       self._reply_error(request, error)
     elif computed and gate is None:
       self._finish(request, response, answer.finish)
-    elif (gate := gate or self.runtime.held_back_by(shards)) is not None:
+    elif gate is not None:
       gate.when_open(lambda: self._submit(self._waiters, self._when_ready, request, response, answer))
     else:
       self._submit(self._waiters, self._wait, request, response, answer, shards)

@@ -143,10 +143,6 @@ class Slices:
 
   # ---- faults
 
-  def is_down(self, slice_id: int) -> bool:
-    """Whether the slice is lost."""
-    return slice_id in self._down
-
   def kill(self, slice_id: int, code: str, text: str) -> None:
     """The slice and its data are lost. The slice stays down until `revive`."""
     status = Status(code, text or f"slice {slice_id} is down: the Pathways stand-in was told to kill it")
@@ -160,12 +156,6 @@ class Slices:
       gate = self._hung.pop(slice_id, None)
     if gate is not None:
       gate.open()  # whoever waits for the slice gets the error now
-
-  def note_loss(self, slice_id: int, reason: str) -> None:
-    """A slice was lost without a command."""
-    with self.lock:
-      if slice_id not in self._down:
-        self.kill(slice_id, "DATA_LOSS", f"slice {slice_id} is down: {reason}")
 
   def _fail_running(self, slice_id: int, status: Status) -> int:
     """Fails the executions that still run on the slice, and those that need their results."""

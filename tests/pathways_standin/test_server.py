@@ -341,7 +341,6 @@ def test_no_writable_folder_for_the_control_socket_is_explained(tmp_path, monkey
     (["--devices-per-slice", "-3"], "--devices-per-slice -3 must be at least 1"),
     (["--slices", "100", "--devices-per-slice", "100"], "10000 devices are too many"),
     (["--port", "70000"], "--port 70000 is no port"),
-    (["--worker-timeout", "0"], "--worker-timeout 0 must be at least 1 second"),
   ],
 )
 def test_wrong_arguments_end_with_2(arguments, text, capsys):

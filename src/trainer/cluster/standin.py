@@ -26,12 +26,10 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
       f"cluster_standin={cfg.cluster_standin}: the environment already names a proxy, JAX_BACKEND_TARGET={target}.\n"
       "Remove one of them."
     )
-  sizes, _, processes = cfg.cluster_standin.partition(":")
-  slices, devices = map(int, sizes.split("x"))
+  slices, devices = map(int, cfg.cluster_standin.split("x"))
   cpu_compiler.prepare_environment(environment)  # inherited by the server, which compiles
   try:
-    arguments = ("--port", "0", *(["--processes"] if processes else []))
-    server = start_standin(slices, devices, arguments=arguments)
+    server = start_standin(slices, devices)
   except StandinLost:
     raise
   except StandinError as error:
@@ -44,11 +42,9 @@ def start(cfg: ClusterSection, environment: MutableMapping[str, str]) -> Standin
 
 def describe(server: Standin) -> str:
   """What a user needs to know to lose slices by hand."""
-  processes = [entry["pid"] for entry in server.control("status")["slices"] if "pid" in entry]
-  of_slices = f"; its slices are the processes {', '.join(map(str, processes))}" if processes else ""
   port = server.address.rpartition(":")[2]
   return (
-    f"The stand-in for Pathways is process {server.process.pid}{of_slices}. Commands for it: "
+    f"The stand-in for Pathways is process {server.process.pid}. Commands for it: "
     f"python -m pathways_standin.control --port {port} --help"
   )
 
@@ -71,7 +67,7 @@ class Faults(FaultTarget):
     self._lock = threading.Lock()
 
   def lose(self, slice_id: int, seconds: float | None = None) -> None:
-    """The slice dies (by SIGKILL, if a process). It returns after `seconds`; None: at `give_back`, or if waited for."""
+    """The slice dies. It returns after `seconds`; None: at `give_back`, or if waited for."""
     with self._lock:
       self.server.control("kill", slice_id)
       self._begin(slice_id, seconds, hangs=False)

@@ -432,8 +432,7 @@ class ClusterSection(Section):
   """On a CPU: host devices per slice. 0: 1, or the number that XLA_FLAGS sets."""
   cluster_standin: str = ""
   """With cluster=pathways: SLICESxDEVICES such as 3x4 starts a stand-in for Pathways on this machine, with so many
-  slices of so many CPU devices, which ends with the run. With 3x4:processes every slice is a process of its own, which
-  kill -9 loses with its memory; slices communicate over gloo. JAX_PLATFORMS, JAX_BACKEND_TARGET,
+  slices of so many CPU devices, which ends with the run. JAX_PLATFORMS, JAX_BACKEND_TARGET,
   enable_single_controller and devices_per_slice are not needed then."""
   enable_single_controller: bool = False
   """One process controls all slices (Pathways, or one machine)."""

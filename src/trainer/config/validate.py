@@ -249,12 +249,10 @@ def _cluster(cluster: ClusterSection) -> Iterator[str]:
       f"cluster_standin={cluster.cluster_standin}: is a stand-in for Pathways, but cluster={cluster.cluster}.\n"
       "Set cluster=pathways, or remove cluster_standin."
     )
-  if cluster.cluster_standin and not re.fullmatch(
-    r"[1-9][0-9]{0,2}x[1-9][0-9]{0,2}(:processes)?", cluster.cluster_standin
-  ):
+  if cluster.cluster_standin and not re.fullmatch(r"[1-9][0-9]{0,2}x[1-9][0-9]{0,2}", cluster.cluster_standin):
     yield (
       f"cluster_standin={shorten(cluster.cluster_standin)}: must be the number of slices and of devices per slice.\n"
-      "Write it like 3x4, or 3x4:processes."
+      "Write it like 3x4."
     )
 
 

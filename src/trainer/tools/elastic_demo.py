@@ -1,14 +1,13 @@
 """Losing a slice loses nothing.
 
-  python -m trainer.tools.elastic_demo [--pathways [--processes]] [CONFIG.yml] [key=value ...]
+  python -m trainer.tools.elastic_demo [--pathways] [CONFIG.yml] [key=value ...]
 
 Runs configs/elastic_demo.yml three times. One run continues with the remaining slices and grows again when the lost
 slice returns. One run keeps a fixed mesh and waits for the replacement. One run has no faults. Prints how well their
 losses agree, and draws the first and the last run in one picture. Exits with 1 if the losses do not agree.
 
 With --pathways the two runs with faults use a stand-in for Pathways, with as many slices and devices, and JAX's real
-proxy client. The run without faults has simulated slices. With --processes every slice of the stand-in is a process,
-which a fault kills; then the run without faults uses the stand-in too, because sums over gloo have another order.
+proxy client. The run without faults has simulated slices.
 """
 
 from __future__ import annotations
@@ -41,15 +40,12 @@ def main(argv: list[str] | None = None) -> int:
   if {"--help", "-h"} & set(arguments):
     print(__doc__)
     return 0
-  pathways, processes = "--pathways" in arguments, "--processes" in arguments
-  if processes and not pathways:
-    print("error: --processes needs --pathways: simulated slices have no processes.", file=sys.stderr)
-    return _BAD_INPUT
-  arguments = [argument for argument in arguments if argument not in ("--pathways", "--processes")]
+  pathways = "--pathways" in arguments
+  arguments = [argument for argument in arguments if argument != "--pathways"]
   if unknown := [
     argument for argument in arguments[:1] if argument.startswith("-") and not is_answered(argument.lstrip("-"))
   ]:
-    print(f"error: {unknown[0]}: is no option. There are --pathways and --processes.", file=sys.stderr)
+    print(f"error: {unknown[0]}: is no option. The only option is --pathways.", file=sys.stderr)
     return _BAD_INPUT
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
@@ -65,9 +61,9 @@ def main(argv: list[str] | None = None) -> int:
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _SCENARIOS.items():
     of_run = [*changes, f"base_output_directory={directory}", f"run_name={name}"]
-    if pathways and (processes or name != "undisturbed"):
+    if pathways and name != "undisturbed":
       slices, devices = max(config.cluster.num_slices, 1), max(config.cluster.devices_per_slice, 1)
-      of_run += ["cluster=pathways", f"cluster_standin={slices}x{devices}{':processes' if processes else ''}"]
+      of_run += ["cluster=pathways", f"cluster_standin={slices}x{devices}"]
     keys = [argument.partition("=")[0] for argument in of_run]
     name_of = lambda argument: argument.partition("=")[0].lstrip("-").replace("-", "_")
     others = [argument for argument in arguments if "=" not in argument or name_of(argument) not in keys]

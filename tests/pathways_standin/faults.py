@@ -7,8 +7,6 @@ JSON object: name of the scenario -> "" if it went as expected, else a traceback
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
 import threading
 import time
@@ -26,19 +24,12 @@ from pathwaysutils.elastic import elastic
 from pathways_standin import process
 
 SCENARIOS = {}
-PROCESS_SCENARIOS = {}
 DATA_LOSS = "DATA_LOSS: slice 1 is down"
 
 
 def scenario(function):
   """Registers a scenario. All slices work before and after it."""
   SCENARIOS[function.__name__] = function
-  return function
-
-
-def scenario_of_processes(function):
-  """Registers a scenario for servers with a process for each slice."""
-  PROCESS_SCENARIOS[function.__name__] = function
   return function
 
 
@@ -64,10 +55,6 @@ class Setup:
 
   def control(self, *words):
     return process.send(self.control_path, [str(word) for word in words])
-
-  def worker(self, slice_id):
-    """The id of the process of a slice; None if it has none."""
-    return self.control("status")["slices"][slice_id].get("pid")
 
   def wait_until(self, condition):
     deadline = time.monotonic() + 30
@@ -311,122 +298,6 @@ def no_leak(s):
   assert held() == before
 
 
-@scenario_of_processes
-def a_worker_that_a_signal_kills(s):
-  pid = s.worker(1)
-  kept, lost = s.put(s.living), s.put(s.dying)
-  jax.block_until_ready((kept, lost))
-  os.kill(pid, signal.SIGKILL)
-  s.wait_until(lambda: s.control("status")["slices"][1]["down"])
-  fails(lambda: np.asarray(lost), f"DATA_LOSS: slice 1 is down: its process {pid} has ended")
-  np.testing.assert_array_equal(s.add(kept), s.value + 1)
-  assert elastic.get_active_slice_indices() == {0}
-  s.control("revive", 1)
-  assert s.worker(1) not in (None, pid)
-  s.works(s.everywhere)
-  np.testing.assert_array_equal(jax.device_put(kept, s.everywhere), s.value)
-
-
-@scenario_of_processes
-def a_worker_that_is_killed_in_a_collective(s):
-  pid = s.worker(1)
-  kept = s.put(s.living)
-  endless = jax.jit(lambda x: jax.lax.fori_loop(0, 1_000_000, lambda i, c: s.total(c), x))
-  running = endless(s.put(s.everywhere))
-  time.sleep(1.0)
-  assert not running.is_ready()
-  os.kill(pid, signal.SIGKILL)
-  fails(running.block_until_ready, "DATA_LOSS")
-  s.works(s.living)
-  np.testing.assert_array_equal(s.add(kept), s.value + 1)
-  s.control("revive", 1)
-  s.works(s.everywhere)
-  fails(lambda: np.asarray(running), "DATA_LOSS")
-
-
-@scenario_of_processes
-def a_long_chain_of_donations(s):
-  step = jax.jit(lambda x: x + 1, donate_argnums=0)
-  x = s.put(s.everywhere)
-  for _ in range(1000):
-    x = step(x)
-  np.testing.assert_array_equal(x, s.value + 1000)
-
-
-@scenario_of_processes
-def all_workers_at_once(s):
-  value = s.put(s.everywhere)
-  value.block_until_ready()
-  for pid in (s.worker(0), s.worker(1)):
-    os.kill(pid, signal.SIGKILL)
-  s.wait_until(lambda: all(entry["down"] for entry in s.control("status")["slices"]))
-  fails(s.add(value).block_until_ready, "DATA_LOSS: slice . is down: its process")
-  s.control("reset")
-  s.works(s.everywhere)
-
-
-@scenario_of_processes
-def a_worker_that_is_stopped(s):
-  """Nothing that waits for its data, not even more waits than the server has threads, stops the other slice."""
-  pid = s.worker(1)
-  x, y = s.put(s.dying), s.put(s.living)
-  both = s.add(s.put(s.everywhere))
-  jax.block_until_ready((x, y, both))
-  os.kill(pid, signal.SIGSTOP)
-  waiting = [s.add(x) for _ in range(40)]
-  copied = jax.device_put(x, s.living)
-  again = jax.device_put(copied, s.living.with_memory_kind("pinned_host"))
-  read = []
-  calls = [array.block_until_ready for array in waiting]
-  calls += [lambda: read.append(np.asarray(x)), lambda: read.append(np.asarray(both.addressable_shards[3].data))]
-  threads = [threading.Thread(target=call) for call in calls]
-  for thread in threads:
-    thread.start()
-  for _ in range(3):
-    s.works(s.living)
-  assert not any(array.is_ready() for array in (*waiting, copied, again)) and not read
-  os.kill(pid, signal.SIGCONT)
-  for thread in threads:
-    thread.join(30)
-  for array in (copied, again):
-    np.testing.assert_array_equal(array, s.value)
-  np.testing.assert_array_equal(s.add(copied), s.value + 1)
-  np.testing.assert_array_equal(waiting[7], s.value + 1)
-  assert sorted(map(len, read)) == [2, 8]
-
-
-@scenario_of_processes
-def a_worker_that_stays_stopped_is_lost(s):
-  pid = s.worker(1)
-  x, y = s.put(s.dying), s.put(s.living)
-  jax.block_until_ready((x, y))
-  os.kill(pid, signal.SIGSTOP)
-  copied = jax.device_put(x, s.living)
-  dependent = s.add(copied)  # holds up the other slice until the loss
-  after = s.add(y)
-  text = f"DATA_LOSS: slice 1 is down: its process {pid} has not answered for .* s and was killed"
-  for array in (copied, dependent, x):
-    fails(lambda array=array: np.asarray(array), text)
-  np.testing.assert_array_equal(after, s.value + 1)
-  assert s.worker(1) is None
-  s.control("revive", 1)
-  s.works(s.everywhere)
-
-
-@scenario_of_processes
-def a_part_of_a_program_that_was_given_up(s):
-  """Slice 0 moves its part of a result that never comes to its own world: it may not wait for ever."""
-  pid = s.worker(1)
-  s.total(s.put(s.everywhere)).block_until_ready()
-  os.kill(pid, signal.SIGSTOP)
-  part = s.total(s.put(s.everywhere)).addressable_shards[0].data
-  dependent = s.add(part)
-  time.sleep(0.5)
-  os.kill(pid, signal.SIGKILL)
-  fails(lambda: np.asarray(dependent), "DATA_LOSS")
-  s.works(s.living)
-
-
 @scenario
 def a_dropped_connection(s):
   """The last scenario: a client does not connect again."""
@@ -439,10 +310,9 @@ def a_dropped_connection(s):
 def main(control_path, *names):
   setup = Setup(control_path)
   report = {}
-  chosen = SCENARIOS if setup.worker(0) is None else PROCESS_SCENARIOS | SCENARIOS
-  for name in names or chosen:
+  for name in names or SCENARIOS:
     try:
-      chosen[name](setup)
+      SCENARIOS[name](setup)
       report[name] = ""
     except (Exception, pytest.fail.Exception):  # noqa: BLE001 -- reported
       report[name] = traceback.format_exc()

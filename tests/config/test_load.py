@@ -207,7 +207,7 @@ REMOVED = {
   "weight_decay_mask": ("matrices", ""), "matmul_precision": ("default", ""), "eval_tasks_path": ("''", ""),
   "eval_main_set": ("''", ""), "enable_wandb": ("false", ""),
   "wandb_project_name": ("trainer", ""), "wandb_run_name": ("''", ""),
-  "cluster_standin_processes": ("false", ""), "elastic_retry_reset_steps": ("10", "20"),
+  "elastic_retry_reset_steps": ("10", "20"),
   "elastic_numerics": ("bitwise", ""), "compile_topology_num_slices": ("1", ""),
 }  # fmt: skip
 # Those without which a run would do something else, with the word that the answer must have.

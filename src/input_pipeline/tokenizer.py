@@ -257,10 +257,10 @@ def prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 
 def continuation(tokenizer: Tokenizer, before: Sequence[int], ids: Iterable[int], *, specials: bool = False) -> str:
-  """The text that `ids` add to the text of `before`. Some decoders remove the blank at the beginning of what they get."""
+  """The text that `ids` add to the text of `before`. Some decoders remove a blank at the beginning of their result."""
   head = tokenizer.decode(before, specials=specials)
   whole = tokenizer.decode([*before, *ids], specials=specials)
-  return whole[len(os.path.commonprefix([head, whole])) :]
+  return whole[len(os.path.commonprefix([head, whole])) :]  # noqa: RUF071 -- of characters
 
 
 def ends(tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -170,6 +170,13 @@ def test_waiting_brings_a_replacement_unless_the_slice_has_its_own_time():
     simulated.wait_for(4, timeout=10)
 
 
+def test_a_wait_that_ends_names_the_slices_that_are_not_used_any_more():
+  simulated = make(clock=Clock())
+  simulated.bar([2])
+  with pytest.raises(TimeoutError, match=r"slices \[2\] are not used any more, because they computed wrong sums"):
+    simulated.wait_for(4, timeout=10)
+
+
 def blocked(arrays):
   """A thread that waits for the arrays and is still waiting."""
   thread = threading.Thread(target=lambda: jax.block_until_ready(arrays), daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import jax
 import numpy as np
@@ -101,3 +102,14 @@ def test_the_slices_are_asked_as_soon_as_the_work_is_late(guarded):
   guarded.answer({0, 2, 3})
   with pytest.raises(SliceHang, match=r"step 7 has not finished in 0.0625 s and slices \[1\] do not answer"):
     guard.call(lambda: guarded.ended.wait() and "done", "step 7")
+
+
+@pytest.mark.parametrize("answers", [{0, 1, 2, 3}, set()])
+def test_a_long_wait_has_few_warnings(guarded, answers):
+  """The slices are asked every 5 s for ten minutes."""
+  guarded.answer(answers)
+  guard = HangGuard(guarded.cluster, guarded.view, 60.0, 3600.0, guarded.guard._log, late_after=lambda: 5.0)
+  waits = iter([False] * 120 + [True])
+  waiter = types.SimpleNamespace(what="step 7", done=lambda timeout: next(waits), result=lambda: "done")
+  assert guard.result(waiter) == "done"
+  assert len(guarded.lines) == 7 and "has not finished in 320 s" in guarded.lines[-1]

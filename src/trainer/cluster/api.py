@@ -139,9 +139,11 @@ class Cluster(ABC):
     end = self._clock() + timeout
     while len(alive := self.alive()) < count and not stop():
       if (left := end - self._clock()) <= 0:
+        barred = sorted(self._barred)
+        wrong = f"; slices {barred} are not used any more, because they computed wrong sums" if barred else ""
         raise TimeoutError(
           f"waited {timeout:g} s for {count} slices; only {sorted(alive)} of {sorted(self.slices)} are alive"
-          f"{self._reasons()}. Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
+          f"{self._reasons()}{wrong}. Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
         )
       self._replace_lost()
       next_poll = self._clock() + min(left, self.poll_seconds)

@@ -43,12 +43,16 @@ class HangGuard:
   def result(self, waiter: Waiter[X]) -> X:
     """The result of a call that has been started; raises its error."""
     seconds, waited = min(self._check_seconds, self._late_after() or self._check_seconds), 0.0
+    warn_at = 0.0  # doubles, so that a long wait does not fill the log
     while not waiter.done(seconds or None):
       waited += seconds
       late = f"{waiter.what} has not finished in {waited:g} s"
       missing = frozenset(self._view.slices) - self._cluster.alive()
       if missing and (self._proves_a_hang(missing) or waited >= self._silence_seconds):
         raise SliceHang(f"{late} and slices {sorted(missing)} do not answer", missing)
+      if waited < warn_at:
+        continue
+      warn_at = 2 * waited
       if missing:
         self._log.warning(f"{late} and no slice answers; waiting for up to {self._silence_seconds:g} s")
       else:

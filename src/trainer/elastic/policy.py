@@ -47,7 +47,7 @@ class RetryPolicy:
       return None
     pause = 0.0
     if self.new_steps == 0:
-      pause = min(self.backoff_seconds * 2**self.idle_attempts, _LONGEST_BACKOFF_SECONDS)
+      pause = min(self.backoff_seconds * 2.0 ** min(self.idle_attempts, 30), _LONGEST_BACKOFF_SECONDS)
       self.idle_attempts += 1
     self.attempt += 1
     self.new_steps = 0

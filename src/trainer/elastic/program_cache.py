@@ -103,9 +103,10 @@ class ProgramCache(Generic[P]):
     return topology is not None and topology.step is not None
 
   def forget_steps(self) -> None:
-    """Drops all compiled steps, for the case that one of them is the cause of an unexplained error."""
+    """Drops all compiled programs, for the case that one of them is the cause of an unexplained error."""
     for topology in self.topologies.values():
       topology.step = topology.evaluation = None
+    self.checks.clear()
 
   def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
     """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a

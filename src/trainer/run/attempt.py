@@ -170,8 +170,11 @@ class Attempt:
       self.save_in_storage(step, state, loss)
 
   def completed(self, step: int, state: TrainState) -> None:
-    """Plug-ins use the state of the last step."""
-    self.session.plugins.completed(Completed(step, state.params, self.program, self._unless_ending))
+    """Plug-ins use the state of the last step. The run stays complete if the process must end before they are done."""
+    try:
+      self.session.plugins.completed(Completed(step, state.params, self.program, self._unless_ending))
+    except StopRequested:
+      self.session.log.line("The process must end. All steps are done and saved; work after the last step is left out.")
 
   def _unless_ending(self, work: Callable[[], Any], name: str) -> Any:
     with self.session.watchdog.during(name):

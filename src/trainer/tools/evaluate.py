@@ -16,6 +16,8 @@ from trainer import cluster
 from trainer.observe import screen
 from trainer.tools.ends import exit_code
 
+_LARGEST_EXPONENT = 709.0  # of a float: e to a larger one is infinite
+
 
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with a message on stderr if the run or the data cannot be used."""
@@ -49,7 +51,8 @@ def _evaluate(place: str, keys: Sequence[str]) -> None:
   except ConfigMismatch as error:
     raise trainer.ConfigError(str(error)) from error
   for name, (loss, tokens) in losses.items():
-    print(f"{name}: loss {loss:.6f} nats per token, perplexity {math.exp(loss):.4f}, over {tokens:.0f} tokens")
+    perplexity = math.exp(loss) if loss < _LARGEST_EXPONENT else math.inf
+    print(f"{name}: loss {loss:.6f} nats per token, perplexity {perplexity:.4f}, over {tokens:.0f} tokens")
 
 
 def _score(place: str, tasks: str, include_path: str) -> None:

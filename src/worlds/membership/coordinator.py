@@ -376,9 +376,10 @@ class Coordinator(Epochs):
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())
+    barred = "".join(f" Member {member} may not return: {why}" for member, why in sorted(self.failures.barred.items()))
     return (
-      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there. Raise "
-      "elastic_timeout_seconds, or lower elastic_min_slice_count."
+      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there.{barred} "
+      "Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
     )
 
 

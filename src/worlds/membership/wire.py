@@ -89,6 +89,12 @@ class Channel:
 
   def receive(self) -> dict[str, Any] | None:
     """The next message; None if the connection has ended. Raises WireError for bytes that no member would send."""
+    while (message := self._receive()) == _QUESTION:
+      pass
+    return message
+
+  def _receive(self) -> dict[str, Any] | None:
+    """As `receive`, but also returns the other side's questions whether this host lives."""
     try:
       (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
       if size > MAX_MESSAGE_BYTES:
@@ -106,7 +112,7 @@ class Channel:
       raise WireError(f"sent a message that is not JSON: {error}") from error
     if not isinstance(message, dict):
       raise WireError("sent a message that is not an object")
-    return self.receive() if message == _QUESTION else message
+    return message
 
   def _read(self, size: int) -> bytes:
     """Exactly `size` bytes. Raises ConnectionError at the end of the stream."""

@@ -432,3 +432,23 @@ def test_two_hundred_thousand_shares_fit_into_the_default_buffer(monkeypatch):
   assert from_ranges(expect(run.members[0], "world")["ranges"]["0"]) == tuple(range(200_000))
   run.members.pop().close()
   run.server.close()
+
+
+def test_a_side_that_asks_thousands_of_times_is_no_error():
+  ours, theirs = socket.socketpair()
+  receiver = wire.Channel(ours, b"key", serves=False)
+  sender = wire.Channel(theirs, b"key", serves=True)
+  question = wire.encode(wire._QUESTION)
+
+  def send() -> None:
+    for _ in range(5000):
+      with contextlib.suppress(BlockingIOError):
+        sender.send(question)
+    theirs.close()
+
+  theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+  thread = threading.Thread(target=send)
+  thread.start()
+  thread.join()
+  assert receiver.receive() is None
+  ours.close()

@@ -114,3 +114,4 @@ def test_a_member_with_wrong_sums_is_refused_when_it_returns_and_never_started()
   assert run.failures.ended(1, -9, "host", waits=False) == (1, float("inf")) and 1 in run.failures.away()
   (answer,) = run.hello(1, 0, 1, "address-1")
   assert answer.message["kind"] == "end" and "Wrong sums from slice 1 (host 1)" in answer.message["reason"]
+  assert "Member 1 may not return: Witness of step 1" in run._too_few()

@@ -1,0 +1,28 @@
+"""What plug-ins may do to a run."""
+
+from __future__ import annotations
+
+import time
+
+from tests.run.test_session import KEYS
+
+from trainer import app
+from trainer import config as config_lib
+from trainer.observe.events import read_events
+from trainer.process.signals import Signals, StopRequested
+from trainer.run.plugins import Parts, Plugin
+
+
+class Stopped(Plugin):
+  """Must end before its work after the last step is done."""
+
+  def completed(self, done):
+    raise StopRequested
+
+
+def test_a_complete_run_that_must_end_is_still_complete(tmp_path):
+  config = config_lib.load([*KEYS, f"base_output_directory={tmp_path}", "cluster=simulated"])
+  ended = app.run(config, lambda: Parts(plugins=(Stopped,)), Signals(), time.monotonic())
+  assert ended.code == 0, ended.error
+  assert "left out" in (tmp_path / "run" / "log.txt").read_text()
+  assert read_events(str(tmp_path / "run"))[-1]["exit"] == 0

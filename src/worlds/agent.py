@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import signal
 import threading
 import time
@@ -121,7 +122,8 @@ class Agent:
         channel.send(message("ended", member=member, code=code))
 
     argv = [str(argument) for argument in work["argv"]]
-    return Workers(self._program, argv, place, work["members"], ended=ended, log=_log)
+    program = dataclasses.replace(self._program, run_command=work["run_command"])
+    return Workers(program, argv, place, work["members"], ended=ended, log=_log)
 
   def _fail(self) -> None:
     self._failed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
@@ -50,9 +51,17 @@ def end_on_error(end: Callable[[], None]) -> None:
   threading.excepthook = report
 
 
+def end_before_start(number: int, frame: FrameType | None) -> None:
+  """Handler of a launcher that has started nothing yet."""
+  with contextlib.suppress(OSError):
+    os.write(2, f"{signal.Signals(number).name} before anything was started.\n".encode())
+  os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
+
+
 @contextlib.contextmanager
 def handled(signalled: Handler, failed: Callable[[], None]) -> Iterator[None]:
-  """During the block, Ctrl-C and requests to end call `signalled`, and `end_on_error` calls `failed`."""
+  """During the block, Ctrl-C and requests to end call `signalled`, and `end_on_error` calls `failed`. After it, a
+  launcher ignores them: what it has started has ended, and its exit code is known."""
   hook = threading.excepthook
   handlers = {number: signal.signal(number, signalled) for number in (*requests(), signal.SIGINT)}
   end_on_error(failed)
@@ -61,4 +70,4 @@ def handled(signalled: Handler, failed: Callable[[], None]) -> Iterator[None]:
   finally:
     threading.excepthook = hook
     for number, handler in handlers.items():
-      signal.signal(number, handler)
+      signal.signal(number, signal.SIG_IGN if handler is end_before_start else handler)

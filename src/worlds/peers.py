@@ -149,8 +149,8 @@ class Peers:
     self._lanes = change(self._lanes, received, "members")
     self._ranges = change(self._ranges, received, "ranges")
     self.members = tuple(sorted(map(int, self._lanes)))
-    now = time.time()
-    lost = {int(member): (why, max(0.0, now - at)) for member, (why, at) in received["lost"].items()}
+    now = time.monotonic()
+    lost = {int(member): (why, now - at) for member, (why, at) in received["lost"].items()}
     holds = received["kind"] == "hold"
     if not holds:
       self.addresses = self.of_this_lane(self._lanes)

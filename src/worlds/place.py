@@ -14,6 +14,7 @@ LANE = "TRAINER_LANE"
 LANES = "TRAINER_LANES"
 HOST = "TRAINER_HOST"
 SLICE_COORDINATOR = "TRAINER_SLICE_COORDINATOR"
+COMMAND = "TRAINER_COMMAND"  # of the launcher, which starts the run again
 
 
 @dataclass(frozen=True)

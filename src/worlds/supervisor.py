@@ -28,7 +28,7 @@ from worlds.workers import MemberProgram, Workers
 
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0
-_LEAST_CONNECT_SECONDS = 60.0  # that every process has to import and connect
+_LEAST_CONNECT_SECONDS = 30.0  # that every process has to import and connect
 _MOST_SLICES = 1024  # of one agent
 _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
 
@@ -109,8 +109,11 @@ class Supervisor:
     """argv: of the program, on all hosts. local: slices of this host, spares included. lanes: processes per slice.
     grace: seconds that a member may need to save its state and end. where: on which address agents and members of other
     hosts are expected; None: this host has all slices. expected: slices that a start waits for; None: all."""
-    self._argv, self._lanes, self._grace = list(argv), lanes, grace
-    self._connect_seconds = max(rules.timeout, _LEAST_CONNECT_SECONDS)
+    self._lanes = lanes
+    self._work = {"argv": list(argv), "lanes": lanes, "grace": grace, "run_command": program.run_command}
+    self._grace = grace
+    # A process that hangs before it connects is replaced while the run still waits for its member.
+    self._connect_seconds = max(rules.timeout / 2, _LEAST_CONNECT_SECONDS)
     self._interrupted, self._failed = threading.Event(), threading.Event()
     self._repeats, self._ending = Repeats(), False
     self._at_once = 0  # the signal that ends the run without waiting for anything
@@ -199,7 +202,7 @@ class Supervisor:
         host.close(0, 0.0, self._coordinator.code)
         return
       log(f"The agent at {host.host} starts the members {members}.")
-      host.send("work", argv=self._argv, members=sorted(host.members), lanes=self._lanes, grace=self._grace)
+      host.send("work", members=sorted(host.members), **self._work)
       host.serve(self._ended)
       if self._coordinator.code is None:
         log(f"The agent at {host.host} is gone. Its members {members} leave, and start again when it returns.")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from worlds.addresses import free_port
-from worlds.place import Place
+from worlds.place import COMMAND, Place
 
 _NORMAL_EXITS = frozenset({0, 2, 42, 130})
 _NOT_STARTED = 1  # as an exit code
@@ -23,6 +23,7 @@ class MemberProgram:
 
   command: tuple[str, ...]  # without the arguments that are the same on all hosts
   environment: Mapping[str, str]
+  run_command: str = ""  # what a person types to start the run again: the processes record it
 
 
 @dataclasses.dataclass
@@ -53,7 +54,7 @@ class Workers:
     """argv: of the program. place: of member 0, lane 0. ended(member, code): called when a member has ended,
     with the exit code of its first process that ended, or minus the number of the signal. log takes a line."""
     self._command, self._place = [*program.command, *argv], place
-    self._variables, self._ended, self._log = program.environment, ended, log
+    self._variables, self._ended, self._log = {**program.environment, COMMAND: program.run_command}, ended, log
     self._workers = {member: _LocalMember(member) for member in members}
     self._lock = threading.RLock()
     self._closing = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -19,6 +21,7 @@ from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
 
 from trainer.cluster.launched import shared_token
+from trainer.launch import keys
 from worlds import interruptions
 from worlds import workers as workers_lib
 from worlds.agent import Agent
@@ -26,7 +29,7 @@ from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import message
 from worlds.membership.rules import RunRules
-from worlds.place import TOKEN, Place
+from worlds.place import COMMAND, TOKEN, Place
 from worlds.supervisor import Supervisor, Where
 from worlds.workers import MemberProgram, Workers
 
@@ -267,6 +270,20 @@ def test_a_member_whose_host_has_lost_its_data_is_not_started_all_the_time(capsy
   assert f"Member 0 (host {name}) has failed 3 times without 10 steps of its own: next start in 2 s." in printed
 
 
+def test_the_members_record_the_command_of_their_launcher(tmp_path, monkeypatch):
+  """A person runs it again. The command of a member cannot be run."""
+  monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trainer.launch.local", "--slices", "3", "my config.yml"])
+  monkeypatch.delenv(COMMAND, raising=False)
+  code = "import sys, trainer.cluster; open(sys.argv[1], 'w').write(trainer.cluster.run_command())"
+  program = dataclasses.replace(keys.program(), command=(sys.executable, "-c", code))
+  ended = queue.SimpleQueue()
+  place = Place(("127.0.0.1:1",), b"s" * 32, 0)
+  workers = Workers(program, [str(tmp_path / "command")], place, [0], ended=lambda *end: ended.put(end), log=print)
+  workers.start()
+  assert ended.get(timeout=60) == (0, 0)
+  assert (tmp_path / "command").read_text() == "python -m trainer.launch.local --slices 3 'my config.yml'"
+
+
 def between(pause: float, *signals: int) -> None:
   """Sends the signals to this process."""
   for number in signals:
@@ -312,7 +329,7 @@ def test_a_second_signal_ends_an_agent_and_its_members_at_once(monkeypatch, seco
     def supervise() -> None:
       channel = wire.accept(listener.accept()[0], b"s" * 32)
       channel.receive()
-      channel.send(message("work", argv=[], members=[0], lanes=1, grace=60.0))
+      channel.send(message("work", argv=[], members=[0], lanes=1, grace=60.0, run_command=""))
       between(0.3, signal.SIGTERM, second)
 
     threading.Thread(target=supervise, daemon=True).start()

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
-import sys
 import time
 
 import jax
@@ -53,7 +51,6 @@ def test_no_checkout_no_git_and_a_slow_git_are_no_error(tmp_path, monkeypatch):
 
 def test_the_start_of_a_process_is_described():
   facts = environment.describe()
-  assert facts.keys() == {"git_commit", "command", "host", "versions"}
-  assert shlex.split(facts["command"]) == sys.orig_argv and facts["host"]
+  assert facts.keys() == {"git_commit", "host", "versions"} and facts["host"]
   assert facts["versions"]["jax"] == jax.__version__ and facts["versions"]["trainer"] == trainer.__version__
   assert {"python", "jaxlib", "flax", "orbax-checkpoint"} <= facts["versions"].keys()

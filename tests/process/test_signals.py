@@ -280,6 +280,26 @@ def ended(moment: str, number: int, *arguments: str) -> int:
 # ---- SIGUSR2
 
 
+LAUNCHER = """
+import os, signal
+from trainer.process.signals import run_launcher
+from worlds.interruptions import handled
+def main():
+  with handled(lambda number, frame: None, lambda: None):
+    pass
+  for number in (signal.SIGTERM, signal.SIGINT):
+    os.kill(os.getpid(), number)
+  return 3
+run_launcher(main)
+"""
+
+
+def test_a_signal_at_the_exit_of_a_launcher_does_not_change_its_exit_code():
+  """Its members have ended, and the exit code is known."""
+  done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=60)
+  assert (done.returncode, done.stderr) == (3, "")
+
+
 def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_goes_on(running):
   work = f"def stuck():\n  {READY}  {CALL.format(2**21)}\ndef other(): time.sleep(600)\n"
   work += "threading.Thread(target=other, daemon=True).start()\n"

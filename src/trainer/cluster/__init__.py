@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
+import sys
 from collections.abc import Mapping, MutableMapping
 
 from trainer.cluster import cpu_compiler, launched, torchrun, variables
@@ -13,7 +15,7 @@ from trainer.cluster.api import View as View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection, ElasticSection
 from worlds.membership.rules import RunRules
-from worlds.place import SUPERVISOR
+from worlds.place import COMMAND, SUPERVISOR
 
 
 def check_environment() -> None:
@@ -103,6 +105,11 @@ def job_token(path: str) -> bytes:
 def inherited_environment() -> dict[str, str]:
   """A copy of the environment of this process, for processes that it starts."""
   return dict(os.environ)
+
+
+def run_command() -> str:
+  """The command that starts the run of this process again: the launcher's, or that of this process."""
+  return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 
 def change_environment(changes: Mapping[str, str | None]) -> None:

@@ -65,7 +65,9 @@ class ResizePolicy:
   min_interval_seconds: float
   clock: Callable[[], float]
   last_resize: float = field(default=-float("inf"))
-  cost_seconds: float = 0.0  # of the last recovery: event to next completed step, without waiting and compiling
+  # Of the last recovery, from the moment the event was detected to the next completed step, without waiting for slices
+  # and compiling: a resize costs as much. How long a hang went unnoticed says nothing about a resize.
+  cost_seconds: float = 0.0
 
   def recovered(self, cost: float) -> None:
     """A recovery took `cost` seconds, see `cost_seconds`."""

@@ -89,7 +89,8 @@ class RecoveryLog:
 
   def finish(self, alive: int) -> float | None:
     """The events so far are recovered from: a step is completed on `alive` slices, or no step is left. Returns the
-    seconds of the last recovery, without waiting for slices and compiling; None: nothing was open."""
+    seconds of the last recovery, without detecting the loss, waiting for slices and compiling; None: nothing was
+    open."""
     cost = None
     for recovery in self._open:
       cost = self._finish(recovery, alive)
@@ -125,4 +126,4 @@ class RecoveryLog:
       f"{recovery.slices_before} -> {alive} slices, {steps_lost} completed steps lost, restored from "
       f"{recovery.tier}, {compilations} compilations"
     )
-    return seconds - recovery.wait_seconds - recovery.compile_seconds
+    return seconds - recovery.detect_seconds - recovery.wait_seconds - recovery.compile_seconds

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from trainer.cluster import inherited_environment
+from trainer.cluster import inherited_environment, run_command
 from trainer.config import ConfigError
 from trainer.config.keys import all_keys, convert
 from worlds.workers import MemberProgram
@@ -13,7 +13,7 @@ from worlds.workers import MemberProgram
 
 def program() -> MemberProgram:
   """The program that the processes of a run execute: this one."""
-  return MemberProgram((sys.executable, "-m", "trainer"), inherited_environment())
+  return MemberProgram((sys.executable, "-m", "trainer"), inherited_environment(), run_command())
 
 
 def refuse_other(arguments: Sequence[str], command: str, ours: Mapping[str, str]) -> list[str]:

@@ -1,10 +1,9 @@
-"""Which code ran, how it was started, and where: recorded with the start of each process."""
+"""Which code ran, and where: recorded with the start of each process."""
 
 from __future__ import annotations
 
 import functools
 import importlib.metadata
-import shlex
 import socket
 import subprocess
 import sys
@@ -18,13 +17,8 @@ _GIT_SECONDS = 2.0  # a slow network file system must not delay the start
 
 
 def describe() -> dict[str, Any]:
-  """git_commit (None outside a checkout), command, host, versions: fields of the run_start event."""
-  return {
-    "git_commit": _own_commit(),
-    "command": shlex.join(sys.orig_argv),
-    "host": host(),
-    "versions": versions(),
-  }
+  """git_commit (None outside a checkout), host, versions: fields of the run_start event."""
+  return {"git_commit": _own_commit(), "host": host(), "versions": versions()}
 
 
 def host() -> str:

@@ -30,7 +30,15 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from worlds.interruptions import INTERRUPTED, PREEMPTED, REQUESTS, SAME_SIGNAL_SECONDS, Handler, requests
+from worlds.interruptions import (
+  INTERRUPTED,
+  PREEMPTED,
+  REQUESTS,
+  SAME_SIGNAL_SECONDS,
+  Handler,
+  end_before_start,
+  requests,
+)
 
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
@@ -179,15 +187,8 @@ class Signals:
 def run_launcher(main: Callable[[], int]) -> NoReturn:
   """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
   Ctrl-C and requests to end end the process at once: it has started nothing yet."""
-
-  def end(number: int, frame: FrameType | None) -> None:
-    with contextlib.suppress(OSError):
-      os.write(2, f"{signal.Signals(number).name} before anything was started.\n".encode())
-    os._exit(INTERRUPTED if number == signal.SIGINT else PREEMPTED)
-
-  numbers = (*requests(), signal.SIGINT)
-  for number in numbers:
-    signal.signal(number, end)
+  for number in (*requests(), signal.SIGINT):
+    signal.signal(number, end_before_start)
   code = main()
   sys.stdout.flush()
   sys.stderr.flush()

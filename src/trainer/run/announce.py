@@ -12,7 +12,7 @@ import jax
 
 from input_pipeline import describe
 from trainer.checkpoint import disk_space
-from trainer.cluster import Cluster
+from trainer.cluster import Cluster, run_command
 from trainer.config import counts
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config, ModelSection
@@ -74,6 +74,7 @@ def announce(
     unigram_eval_loss=data.train.unigram_eval_loss(),
     config=config.flat(),
     origins=dict(origins),
+    command=run_command(),
     **environment.describe(),
   )
 

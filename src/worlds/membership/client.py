@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from worlds.membership.messages import FROM_SUPERVISOR, Message, check, message
@@ -88,6 +89,9 @@ class Membership:
           self.stop_asked = True
           continue
         self.interrupted = self.interrupted or received["kind"] == "interrupt"
+        if "lost" in received:  # read later: seconds become times on the monotonic clock of this process
+          now = time.monotonic()
+          received["lost"] = {member: (why, now - seconds) for member, (why, seconds) in received["lost"].items()}
         self._messages.put(received)
         if received["kind"] in _INTERRUPTING:
           self._epoch = received.get("epoch", self._epoch + 1)

@@ -16,7 +16,6 @@ that joins becomes active first and live when it has received the state from a l
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 
 from worlds.membership.effects import Effects, Kill, Note, Send, to_all
@@ -214,7 +213,7 @@ class Coordinator(Epochs):
       return []
     if not self._rules.elastic and not self.stopping:
       return self.end(1, f"Member {member} is lost ({reason}), and elastic_enabled=false.")
-    self._lost[member] = (reason, time.time() - seconds)  # not the clock: members on other hosts read it
+    self._lost[member] = (reason, self.clock() - seconds)
     if self.failures.loses(member) and (ends := self._try_again()):
       return ends
     if not self.live:

@@ -100,7 +100,7 @@ class Epochs:
     self._evaluation = ""  # the round under way, if it is known to be an evaluation
     self._interrupted = False  # it was interrupted, and no round follows
     self._leaving: set[int] = set()
-    self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, wall time)}
+    self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, time on the clock)}
     self._source = -1
     self._broken_at: float | None = None  # when a connection of this epoch was reported as broken
     self._unreached: set[frozenset[int]] = set()  # pairs of members that could not connect in this epoch
@@ -187,7 +187,7 @@ class Epochs:
     self.pulse.begin_epoch()
     if self.primary not in self.live:
       self.primary = min(self.live)
-    lost = {str(member): list(why) for member, why in self._lost.items()}
+    lost = {str(member): [why, self.clock() - at] for member, (why, at) in self._lost.items()}
     self._lost = {}
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":

@@ -63,7 +63,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # A new epoch begins. What changes since the epoch `base`, of the last `world` or `hold` that this member got, or 0:
   # without the members `gone`, and with `members` {id: address of each lane} that are new or have other addresses.
   # ranges: of those that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a
-  # state; `source` sends it to them. lost: {id: [reason, wall time]}. attempt: see RunRules.attempts.
+  # state; `source` sends it to them. lost: {id: [reason, seconds since the loss]}: no two hosts have the same clock.
+  # attempt: see RunRules.attempts.
   "world": {**_WORLD, "fresh": list, "source": int},
   # Before the `world` of the same epoch, if a witness does not just do as drawn. asked: who computes the share of the
   # witness; []: as drawn. since: sums of epochs before this one are computed again.
@@ -111,7 +112,7 @@ FROM_AGENT: Mapping[str, FieldTypes] = {  # an agent runs the processes of other
 }
 TO_AGENT: Mapping[str, FieldTypes] = {
   # Start the processes of these members with these arguments. grace: seconds that they may need to save.
-  "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER},
+  "work": {"argv": list, "members": list, "lanes": int, "grace": _NUMBER, "run_command": str},
   # Start the member again after so many seconds.
   "restart": {"member": int, "seconds": _NUMBER},
   # End its processes.

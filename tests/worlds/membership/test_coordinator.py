@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import Counter
 
 import pytest
@@ -339,3 +340,17 @@ def test_a_slow_member_that_returns_gets_a_share_though_the_others_keep_theirs()
   """Found by a history of real processes: it had no share, and ended with a traceback in its first sum."""
   dealt = deal(3, [0, 1, 2], 1, {1: [0, 1], 2: [2]}, {0: 0.05}, keeps=True)
   assert sorted(map(len, dealt.values())) == [1, 1, 1] and dealt[2] == [2]
+
+
+def test_a_loss_is_told_in_seconds_and_not_as_a_time_of_one_host(monkeypatch):
+  monkeypatch.setattr(time, "time", lambda: 3e6)
+  now = 0.0
+  run = Coordinator(RunRules(2, 1, 2), clock=lambda: now)
+  for member in range(2):
+    run.hello(member, 0, 1, "")
+    run.ready(member, 0, 0)
+  run.restored(0, 0, run.epoch, 0)
+  run.joined(1, 0, run.epoch)
+  now = 100.0
+  (world,) = [effect.message for effect in run.lost(1, "killed", 4.0) if effect.message["kind"] == "world"]
+  assert world["lost"] == {"1": ["killed", 4.0]}

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.cluster import run_command
 from trainer.cluster.launched import check, run_rules
 from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
@@ -58,9 +59,9 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
   except KeyboardInterrupt:
     code = INTERRUPTED
   finally:
+    ray.shutdown()  # ends the workers, if there are any. A request to end meanwhile does not change the exit code
     for number, handler in handlers.items():
       signal.signal(number, handler)
-    ray.shutdown()  # ends the workers, if there are any
   return FAILED if code is None else code
 
 
@@ -126,7 +127,7 @@ def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespa
   resources = {"GPU": options.gpus_per_slice, "CPU": 1} if options.gpus_per_slice else {"CPU": 1}
   tpu = options.topology is not None
   return JaxTrainer(
-    RayProgram(tuple(arguments), os.getcwd(), config.run_directory, supervisor),
+    RayProgram(tuple(arguments), os.getcwd(), config.run_directory, supervisor, run_command()),
     jax_config=SliceConfig(supervisor, options.replace_lost, config.checkpoint.autocheckpoint_grace_seconds),
     scaling_config=ScalingConfig(
       # A group that replaces lost workers has a fixed size: Ray would restart all of them to change it.

@@ -24,6 +24,7 @@ from trainer.observe import screen
 from worlds.addresses import free_port
 from worlds.interruptions import end_on_error
 from worlds.membership.rules import RunRules
+from worlds.place import COMMAND
 
 _REPORT_SECONDS = 5.0
 _LAST_REPORT_SECONDS = 10.0  # for the report after the end, which needs all workers
@@ -106,6 +107,7 @@ class RayProgram:
   folder: str  # the current folder, from which relative paths start
   run_directory: str
   supervisor: Any
+  run_command: str  # of the job
 
   def __call__(self) -> int:
     """Ray Train's training function. Returns the exit code of the run; raises SliceLost to be started again."""
@@ -137,6 +139,7 @@ class RayProgram:
         file=sys.stderr,
       )
       return BAD_INPUT
+    change_environment({COMMAND: self.run_command})
     return main(list(self.arguments))
 
 

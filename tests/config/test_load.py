@@ -185,7 +185,7 @@ def test_a_dot_names_the_section_or_stands_for_an_underscore():
 
 
 def test_preflight_has_options_that_are_written_like_keys():
-  words = ["a.yml", "preflight.search=true", "--compile-topology-num-slices=-1", "steps=5", "preflight_search=false"]
+  words = ["a.yml", "preflight.hlo_file=step.hlo", "--compile-topology-num-slices=-1", "steps=5", "preflight_hlo_file="]
   options, others = preflight_options(words)
   assert others == ["a.yml", "steps=5"]
   assert options == PreflightOptions()

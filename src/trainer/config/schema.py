@@ -497,8 +497,6 @@ class PreflightOptions(Section):
   h200-8, b200-8."""
   compile_topology_num_slices: int = Field(1, ge=1, le=511)
   """Number of slices of compile_topology, at most 511: the limit of the TPU compiler."""
-  preflight_search: bool = False
-  """Also try remat policies and batch sizes, and suggest the fastest that fits in memory (preflight.search=true)."""
   preflight_degraded: DegradedStep = DegradedStep.QUICK
   """How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little
   optimization, enough if the result fits in memory. full: as it runs. none: do not compile it."""

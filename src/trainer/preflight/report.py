@@ -28,14 +28,6 @@ QUICK = (
 )
 
 
-def machine_line(chip: Chip) -> str:
-  """Returns the line with the measured peaks of this machine's CPU."""
-  return (
-    f"Measured per device of this machine: matmuls {chip.peak_flops / 1e9:,.1f} GFLOP/s, memory "
-    f"{chip.hbm_bandwidth / 1e9:,.1f} GB/s, {size(chip.hbm_bytes)} in size"
-  )
-
-
 def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool) -> list[str]:
   """Returns the lines on parameters, checkpoints, snapshots and ramdisks. whole: each slice holds the whole state."""
   state = program.build(config, slices, len(slices)).state

@@ -31,13 +31,13 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   _check_hlo_file(options.preflight_hlo_file)
   slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
-  from trainer.preflight import analysis, report, search
+  from trainer.preflight import analysis, report
   from trainer.program import program
 
   print(where)
   slices = slices_of(total)
   program.check_compiler_flags(config, slices)
-  chip = _chip(config, slices)
+  chip = _chip(slices)
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
   degraded = options.preflight_degraded is not DegradedStep.NONE
@@ -71,21 +71,14 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
       else:
         print(f"error: the compiler refused the step on {living}: {found.reason}", file=sys.stderr)
         codes.append(3)
-  if options.preflight_search:
-    print("\n".join(search.lines(config, [slices_of(alive) for alive in wanted], chip)))
   print(f"Seconds in total: {time.monotonic() - started:.1f}")
   return max(codes)
 
 
-def _chip(config: Config, slices: Slices) -> Chip | None:
-  """Returns the peaks of a device, measured on CPUs, and the memory that arrays can have there. Prints both."""
-  from trainer.preflight import cpu_peaks, remat_choice, report
+def _chip(slices: Slices) -> Chip | None:
+  """The peaks of a device and the memory that arrays can have there; None for a CPU and an unknown device."""
+  from trainer.preflight import remat_choice
 
-  if slices[0][0].platform == "cpu":
-    # Before any compilation competes for the CPU.
-    chip = cpu_peaks.measure([device for devices in slices for device in devices], config.model.dtype)
-    print(report.machine_line(chip))
-    return chip
   found = chips.find(slices[0][0].device_kind)
   if found is None or slices[0][0].platform != "gpu":
     return found

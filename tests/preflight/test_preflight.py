@@ -14,8 +14,8 @@ from typing import NamedTuple
 import jax
 import numpy as np
 import pytest
+from tests.preflight.preflight_command import TINY, command, compile_once
 from tests.support import needs
-from tests.tools.preflight_command import TINY, command, compile_once
 
 from stepcost import chips
 from stepcost.__main__ import main as schedule
@@ -35,12 +35,10 @@ TPU = [*STEP, "compile_topology=v5e-4", "compile_topology_num_slices=2"]
 @pytest.fixture
 def no_compiler(monkeypatch):
   """Findings that a test provides instead of compiling: {slices: finding}."""
-  from stepcost import chips
-  from trainer.preflight import analysis, cpu_peaks
+  from trainer.preflight import analysis
 
   found: dict[int, analysis.Finding] = {}
   monkeypatch.setattr(analysis, "analyse", lambda config, slices, total, **_: found[len(slices)])
-  monkeypatch.setattr(cpu_peaks, "measure", lambda *_: chips.CHIPS[0])
   return found
 
 

@@ -6,19 +6,19 @@ import contextlib
 import hashlib
 import itertools
 import math
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from input_pipeline import datasets, in_place, order, prepared, workers
+from input_pipeline import datasets, in_place, order, prepared, tally, workers
 from input_pipeline.batch import Batch, DataError, empty_example, stack
 from input_pipeline.documents import Documents
 from input_pipeline.errors import ConfigError
 from input_pipeline.mixture import Member, MixtureSource, Steps, short
 from input_pipeline.source import Source
 from input_pipeline.synthetic import SyntheticSource
+from input_pipeline.tally import Tally
 from input_pipeline.tokenizer import Tokenizer, ends
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 Split = Literal["train", "eval"]
 _NEXT = 4  # examples that a checkpoint has a hash of
 _SHOWN = 20  # tokens
-_DIGESTS = 64  # steps whose digests wait for `Loader.digest`: more than are read ahead
 
 
 class Loader:
@@ -51,9 +50,6 @@ class Loader:
     """Number of the order of the examples; see `order`."""
     self._id = short(source.fingerprint())
     self._read: dict[str, int] = {}  # examples of each source that were read before the resume
-    self._digests: dict[int, dict[int, int]] = {}  # {step: {row that was read: its digest}}
-    self._digests_wanted: Callable[[], bool] = lambda: False
-    self._lock = threading.Lock()  # of _digests
 
   @property
   def tokenizer(self) -> Tokenizer | None:
@@ -124,65 +120,16 @@ class Loader:
     assert step >= 0 and all(-1 <= row < self._global_batch_size for row in wanted), (step, wanted)
     first = 0 if self._reuse_first else step * self._global_batch_size + self._offset
     try:
-      found = stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
+      return stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
     except OSError as error:
       raise DataError(step, str(error)) from error
-    if self._digests_wanted():
-      self._keep_digests(step, wanted, found)
-    return found
 
-  def keep_digests(self, wanted: Callable[[], bool]) -> None:
-    """Makes `batch` digest the rows that it reads, whenever wanted() is true, so that `digest` need not read them."""
-    self._digests_wanted = wanted
-
-  def _keep_digests(self, step: int, rows: Iterable[int], batch: Batch) -> dict[int, int]:
-    """Keeps and returns {row: digest}. Several threads may do this for one row: each writes the same value."""
-    found = {}
-    for row, *fields in zip(rows, *batch):
-      if row >= 0:
-        content = hashlib.sha256(row.to_bytes(8, "big"))
-        for field in fields:
-          content.update(np.ascontiguousarray(field))
-        found[row] = int.from_bytes(content.digest()[:16], "big")
-    with self._lock:
-      self._digests.setdefault(step, {}).update(found)
-      while len(self._digests) > _DIGESTS:  # the process no longer asks
-        del self._digests[next(iter(self._digests))]
-    return found
-
-  def prepare_digest(self, step: int) -> None:
-    """Reads what `digest(step)` needs and this process has not read, if digests are wanted. From any thread."""
-    if self._digests_wanted():
-      with contextlib.suppress(DataError):  # the process that needs this row says so
-        self._all_digests(step)
-
-  def _all_digests(self, step: int) -> dict[int, int]:
-    """{row: digest} of all rows of a step. Reads the rows that this process has not read."""
-    with self._lock:
-      known = dict(self._digests.get(step, {}))
-    for row in sorted(set(range(self._global_batch_size)) - known.keys()):  # one at a time: a whole batch is large
-      known |= self._keep_digests(step, [row], Loader.batch(self, step, np.array([row])))
-    return known
-
-  def digest(self, step: int) -> str:
-    """32 hex digits of all examples of the batch of `step`: the sum of a hash of each row with its number, so it does
-    not depend on which process has read which rows. "" if a row cannot be read."""
-    try:
-      known = self._all_digests(step)
-    except DataError:
-      return ""
-    with self._lock:
-      self._digests.pop(step, None)
-    return f"{sum(known.values()) % 2**128:032x}"
-
-  def mean_weight(self, step: int) -> float:
-    """The sum of the weights of the whole batch of `step`, divided by the number of its tokens that are not padding."""
-    weight, tokens = 0.0, 0
+  def tally(self, step: int, *, hashes: bool) -> Tally:
+    """The tally of the whole batch of `step`, which this call reads. Raises DataError as `batch` does."""
+    total = Tally()
     for row in range(self._global_batch_size):  # one at a time, because a batch of many hosts is large
-      one = self.batch(step, np.array([row]))
-      weight += float(one.weights.sum(dtype=np.float64))
-      tokens += int(np.count_nonzero(one.segment_ids))
-    return weight / max(tokens, 1)
+      total += tally.of_rows([row], self.batch(step, np.array([row])), hashes=hashes)
+    return total
 
   def __iter__(self) -> Iterator[Batch]:
     """The global batches of all steps from 0 on. Endless, except for a mixture whose sources have limits."""

@@ -52,16 +52,25 @@ class Prefetcher(Generic[X]):
   def _take(self) -> tuple[int, X]:
     """The next item that the thread has prepared."""
     with self._changed:
-      self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._next not in self._steps)
-      if self._closed or not (self._ready or self._error):
-        raise StopIteration
-      if not self._ready:
-        assert self._error is not None
-        raise self._error
-      item = self._ready.popleft()
+      item = self._first()
+      self._ready.popleft()
       self._next += 1
       self._changed.notify_all()
       return item
+
+  def peek(self) -> X:
+    """The item that next() will return after this one. Waits, and raises, as next() does."""
+    with self._changed:
+      return self._first()[1]
+
+  def _first(self) -> tuple[int, X]:
+    self._changed.wait_for(lambda: self._ready or self._error or self._closed or self._next not in self._steps)
+    if self._closed or not (self._ready or self._error):
+      raise StopIteration
+    if not self._ready:
+      assert self._error is not None
+      raise self._error
+    return self._ready[0]
 
   def _work(self) -> None:
     """Body of the thread: prepares each step in order until closed, complete or failed."""

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
   from trainer.cluster import Cluster
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
-  from trainer.program.program import Feed, Program
+  from trainer.program.feed import Feed
+  from trainer.program.program import Program
   from trainer.weights.sources import WeightSource
 
 
@@ -104,6 +105,7 @@ class Run:
     devices, the data or the weights do not fit the configuration, ConfigMismatch if the run has other numbers.
     """
     from trainer.program import program
+    from trainer.program.feed import Feed
     from trainer.run import run_data
     from trainer.weights import sources
 
@@ -121,7 +123,7 @@ class Run:
           params = source.load(prog.state.params)
           counts = data.eval_batches(config.observe.eval_steps)
           sets = zip(data.evaluations.items(), counts, strict=True)
-          return {name: _loss(prog, params, program.Feed(loader, prog), count) for (name, loader), count in sets}
+          return {name: _loss(prog, params, Feed(loader, prog), count) for (name, loader), count in sets}
 
     return sources.use(place or self.directory, evaluate)
 

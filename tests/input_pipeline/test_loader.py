@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import numpy as np
 import pytest
@@ -151,18 +150,3 @@ def test_synthetic_data_is_described_without_tokenizer_and_epochs():
   assert describe.line(described) == "Data: random tokens; the run reads 1,920 tokens"
   assert describe.vocabulary_warning(described, 10**6) is None
   assert describe.line(described | {"tokens": 9}).endswith("1,920 tokens")  # a source may know its tokens alone
-
-
-def test_threads_that_read_the_same_rows_do_not_change_the_digest():
-  keys = {"max_target_length": 4096, "global_batch_size": 8}
-  expected = [loader(**keys).digest(step) for step in range(20)]
-  shared = loader(**keys)
-  shared.keep_digests(lambda: True)
-  for step in range(20):
-    together = threading.Barrier(4)
-    readers = [threading.Thread(target=lambda: (together.wait(), shared.batch(step))) for _ in range(4)]  # noqa: B023
-    for reader in readers:
-      reader.start()
-    for reader in readers:
-      reader.join()
-  assert [shared.digest(step) for step in range(20)] == expected

@@ -71,6 +71,25 @@ def test_waited_seconds(depth):
 
 
 @depths
+def test_peek_shows_the_next_item_and_its_error_without_taking_it(depth):
+  def fn(step):
+    if step == 3:
+      raise OSError("gone")
+    return step
+
+  with Prefetcher(fn, 0, 5, depth=depth) as items:
+    for step in range(3):
+      assert items.peek() == items.peek() == step
+      assert next(items) == (step, step)
+    with pytest.raises(DataError, match="gone"):
+      items.peek()
+  with Prefetcher(fn, 0, 1, depth=depth) as items:
+    next(items)
+    with pytest.raises(StopIteration):
+      items.peek()
+
+
+@depths
 def test_error_comes_after_the_good_items_and_stays(depth):
   def fail_at_two(step):
     if step == 2:

@@ -15,6 +15,7 @@ from trainer.config import compiler_flags
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection
 from trainer.program import program, state
+from trainer.program.feed import Feed
 
 T = 16
 MODEL = {
@@ -52,8 +53,6 @@ class NumberedLoader:
     self.read.append((index, rows.tolist()))
     numbers = np.where(rows >= 0, 1000 * index + rows, 0)[:, None] + np.zeros((1, T))
     return Batch(*(numbers.astype(field.dtype) for field in build(config(), 1, 1).batch[0]))
-
-  def prepare_digest(self, step: int) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,7 @@ def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive,
   """Whatever number of slices is alive: each example once, and only padding (0) besides."""
   prog = build(config(2, accumulation), alive, 3)
   loader = NumberedLoader()
-  rounds = program.Feed(loader, prog)(5)
+  rounds = Feed(loader, prog)(5)
   rows = 2 * 2 * 3 * accumulation
   for batch, group, abstract in zip(rounds, prog.plan.groups, prog.batch, strict=True):
     assert batch.tokens.shape == (len(group), group[0].size, T)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import time
+import types
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,12 +14,19 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from tests.support import toy_state
 
+from input_pipeline import tally
+from input_pipeline.loader import make_loader
+from input_pipeline.options import DataOptions
+from input_pipeline.tally import Tally
 from trainer import world as world_lib
 from trainer.checkpoint import emergency, run_id
 from trainer.checkpoint.errors import NonFiniteState
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.tiers import Tiers
+from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.process.signals import Signals
+from trainer.program.feed import Feed
+from trainer.program.step import abstract_batch
 
 PER_SLICE = 4  # devices
 
@@ -215,3 +224,19 @@ def ignoring_preemption(path: Path, signals: Signals) -> None:
     time.sleep(0.01)
     if preemption.requested(step):
       print("asked", flush=True)
+
+
+def tallies(path: Path) -> None:
+  """Rows that several processes hold are counted once, by one of them."""
+  devices = np.array(jax.devices())
+  for shape in ((1, 4, 1), (2, 1, 2), (1, 1, 4)):
+    over = Mesh(devices.reshape(shape), (DATA, FSDP, TENSOR))
+    plan = types.SimpleNamespace(groups=[np.array([[3, 0, 1, 2], [7, 5, -1, -1]])], rows=np.arange(8))
+    prog: Any = types.SimpleNamespace(mesh=over, batch=(abstract_batch(over, 2, 4, 4),), plan=plan)
+    data = DataOptions(dataset_type="synthetic", max_target_length=4)
+    loader = make_loader(data, vocab_size=64, global_batch_size=8, split="train")
+    feed = Feed(loader, prog)
+    _, own = feed.tallied(2, hashes=True)
+    rows = [0, 1, 2, 3, 5, 7]
+    expected = tally.of_rows(rows, loader.batch(2, np.array(rows)), hashes=True)
+    assert Tally.of_sum(np.asarray(feed.over_processes(own.numbers))) == expected, shape

@@ -134,7 +134,7 @@ def serve(requests: IO[str], answers: IO[str], *, orphans: bool) -> None:
 
 def slow_down() -> None:
   """Every batch of this process takes a moment: an endless run takes all cores from what its test waits for."""
-  from trainer.program.program import Feed
+  from trainer.program.feed import Feed
 
   read = Feed._rounds_of
 

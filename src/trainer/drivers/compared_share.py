@@ -27,7 +27,7 @@ class ComparedShare:
     """The sums of a share of this member. Keeps their digests if the share is compared."""
     own = self._compute(share)
     if share == self._drawn().share:
-      self._digests = self._checks.of_share(own.scalars, own.parts)
+      self._digests = self._checks.of_share(own.scalars[: len(Checks.SCALARS)], own.parts)
     return own
 
   def begins_again(self) -> bool:

@@ -15,8 +15,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from input_pipeline.batch import Batch
+from input_pipeline.batch import Batch, DataError
 from input_pipeline.prefetch import Prefetcher
+from input_pipeline.tally import Tally
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.checkpoint.tiers import Tiers
@@ -31,7 +32,8 @@ from trainer.models import experts
 from trainer.models.decoder import Params
 from trainer.observe import environment
 from trainer.process.signals import StopRequested
-from trainer.program.program import Feed, Halves, Program
+from trainer.program.feed import Feed
+from trainer.program.program import Halves, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Sums
 from trainer.run import driver
@@ -69,7 +71,10 @@ class ManyWorlds:
     self._period = config.elastic.witness_period
     self.slice_seconds: dict[str, float] | None = None
     self.data_wait_seconds = 0.0
+    self.tally: Any = Tally().numbers
     self.proof: dict[str, Any] = {}
+    self._hashes = config.observe.receipt_state_period > 0
+    self._counted_ahead: tuple[int, Tally] | None = None  # (index, of the whole batch), for the balance loss of experts
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -102,20 +107,23 @@ class ManyWorlds:
     return start
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    index, (ahead, mean_weight) = next(self._batches)
+    index, ahead = next(self._batches)
     assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
     state = self._state = self._damaged(state)
+    mean_weight = self._mean_weight(index)
     params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
-
     flips = self._elastic.faults.flips("flip_gradient", self._peers.member, flatten)
 
     def compute(share: Share) -> Contribution:
-      batch = ahead.pop(share) if share in ahead else self._train.share(index, share)
+      batch, tally = ahead.pop(share) if share in ahead else self._share(index, share)
       scalars, parts = self._halves.sums(params, batch)
       trees = flips([part.tree for part in parts], share)
-      return Contribution(scalars, [Part(tree, part.first) for tree, part in zip(trees, parts)])
+      tallies = [
+        self._train.over_processes(numbers) for numbers in (tally.numbers, *self._numbers_ahead(index + 1, share))
+      ]
+      return Contribution((*scalars, *tallies), [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
     weights = self._halves.checksum(state.params)
     compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
@@ -130,7 +138,11 @@ class ManyWorlds:
     computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
     self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
     self.proof |= {"witness": compared.record()} if compared else {}
-    sums = Sums(self._rounds.layout.to_device(self._total), *scalars)
+    losses, self.tally, ahead_numbers = np.split(scalars, [3, 3 + Tally.SIZE])
+    self._counted_ahead = None
+    if ahead_numbers.size and np.isfinite(ahead_numbers).all():
+      self._counted_ahead = index + 1, Tally.of_sum(ahead_numbers)
+    sums = Sums(self._rounds.layout.to_device(self._total), *losses)
     self._state, metrics = self._halves.apply(state, sums)
     self._step, self._evaluated = n, False
     if self._elastic.recovery.under_way:
@@ -223,14 +235,32 @@ class ManyWorlds:
     opt_state = faults.flips("flip_optimizer", member, flatten)(state.opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
 
-  def _prepared(self, index: int) -> tuple[dict[Share, Batch], float]:
-    """(the batches of the shares that this member computes now: the dealing may have changed when they are used, the
-    mean weight of the tokens of the whole batch if the balance loss of experts needs it, else 1)."""
-    needed = self._config.model.has_balance_loss
-    mean_weight = self._session.data.train.mean_weight(index) if needed else 1.0
-    batches = {share: self._train.share(index, share) for share in self._peers.shares}
-    self._session.data.train.prepare_digest(index)
-    return batches, mean_weight
+  def _share(self, index: int, share: Share) -> tuple[Batch, Tally]:
+    return self._train.tallied_share(index, share, hashes=self._hashes)
+
+  def _prepared(self, index: int) -> dict[Share, tuple[Batch, Tally]]:
+    """The shares that this member computes now. The dealing may have changed when they are used."""
+    return {share: self._share(index, share) for share in self._peers.shares}
+
+  def _numbers_ahead(self, index: int, share: Share) -> list[np.ndarray]:
+    """What a share of the next batch adds to its tally, which the balance loss of experts needs before the step begins.
+    [] if it is not needed. Not numbers if the share cannot be read: then the step reads the whole batch, and fails."""
+    if not self._config.model.has_balance_loss or index >= self._config.run.steps:
+      return []
+    try:
+      prepared = self._batches.peek()
+      of_share = prepared[share][1] if share in prepared else self._share(index, share)[1]
+    except DataError:
+      return [np.full(Tally.SIZE, np.nan, np.float32)]
+    return [of_share.numbers]
+
+  def _mean_weight(self, index: int) -> float:
+    """The mean weight of the tokens of the whole batch, if the balance loss of experts needs it, else 1."""
+    if not self._config.model.has_balance_loss:
+      return 1.0
+    if self._counted_ahead is None or self._counted_ahead[0] != index:  # the first step of this process
+      self._counted_ahead = index, self._session.data.train.tally(index, hashes=False)
+    return self._counted_ahead[1].mean_weight
 
   def _settled(self, checksum: Callable[[], int]) -> int:
     """The checksum that this member reports of a step, once it has written the records of the steps before: after the

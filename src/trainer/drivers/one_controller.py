@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from input_pipeline.prefetch import Prefetcher
+from input_pipeline.tally import Tally
 from trainer.cluster import View
 from trainer.config.schema import Config
 from trainer.drivers.slice_witness import SliceWitness
@@ -18,7 +19,8 @@ from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.hang import HangGuard, Waiter
 from trainer.models.decoder import Params
 from trainer.process.signals import StopRequested
-from trainer.program.program import Feed, Program
+from trainer.program.feed import Feed
+from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run import driver
 from trainer.run.driver import LossSums, Metrics, Start, X
@@ -43,6 +45,7 @@ class OneController:
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
+    self.tally: Any = Tally().numbers
     self._witness = SliceWitness(config, session, elastic, view, program, guard)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
@@ -58,8 +61,10 @@ class OneController:
     if self._session.preemption.requested(start.step):
       return dataclasses.replace(start, stops=True)
     self._compute_step = self._session.cluster.on_slices(self._compiled_step, self._view)
-    feed = Feed(self._session.data.train, self._program)
-    self._batches = Prefetcher(feed, start.step, self._config.run.steps)
+    hashes = self._config.observe.receipt_state_period > 0
+    self._feed = Feed(self._session.data.train, self._program)
+    tallied = functools.partial(self._feed.tallied, hashes=hashes)
+    self._batches = Prefetcher(tallied, start.step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     return start
 
@@ -73,12 +78,13 @@ class OneController:
       self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
-    index, batch = next(self._batches)
+    index, (batch, tally) = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
     self._elastic.begin_step(n)
     state = self._witness.before_step(state, n)
     self.proof = {"computed": dict(zip(map(str, self._view.slices), self._program.plan.ranges))} | self._witness.proof
+    self.tally = self._feed.over_processes(tally.numbers)
     result = self._compute_step(state, batch)
     self._steps += 1
     if self._steps == _PREPARE_AFTER:

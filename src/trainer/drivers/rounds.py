@@ -30,8 +30,8 @@ Share = int
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-  """What one share adds to a round. scalars: float32, known before all gradients. parts: the gradients; none in an
-  evaluation."""
+  """What one share adds to a round. scalars: numbers and arrays [n], float32, known before all gradients. parts: the
+  gradients; none in an evaluation."""
 
   scalars: Any
   parts: Sequence[Part] = ()
@@ -47,7 +47,7 @@ class _Sum:
 
   def host_scalars(self) -> np.ndarray:
     """The sum of the scalars [n], float32."""
-    return functools.reduce(np.add, [np.asarray(one, np.float32) for one in jax.device_get(self.scalars)])
+    return functools.reduce(np.add, [np.hstack(list(one)).astype(np.float32) for one in jax.device_get(self.scalars)])
 
 
 class Compared(Protocol):

@@ -24,7 +24,8 @@ from trainer.elastic.hang import HangGuard
 from trainer.parallel.mesh import DATA
 from trainer.program import program
 from trainer.program.checks import Checks
-from trainer.program.program import Feed, Program
+from trainer.program.feed import Feed
+from trainer.program.program import Program
 from trainer.program.share_sums import ShareSums
 from trainer.program.state import TrainState
 from trainer.run.session import Session

@@ -17,11 +17,12 @@ from worlds.exchange import Part
 from worlds.membership.witness import Sums
 
 Digests = tuple[Scalars, Sequence[jax.Array]]  # of a share, perhaps not computed yet
-_SCALARS = ("loss", "z_loss", "weight")
 
 
 class Checks:
   """The compiled digests of one slice."""
+
+  SCALARS = ("loss", "z_loss", "weight")  # of a share
 
   def __init__(self, sums: ShareSums, abstract: TrainState, replicated: NamedSharding) -> None:
     """abstract: ShapeDtypeStructs with shardings. replicated: on the slice."""
@@ -41,7 +42,7 @@ class Checks:
   def read_share(self, digests: Digests) -> Sums:
     """Waits for the digests of a share."""
     scalars, arrays = digests
-    bits = zip(_SCALARS, np.asarray(scalars, np.float32).view(np.uint32).tolist(), strict=True)
+    bits = zip(self.SCALARS, np.asarray(scalars, np.float32).view(np.uint32).tolist(), strict=True)
     sums = np.concatenate([_of_all_devices(array) for array in arrays]).tolist()
     return {name: [number, number.bit_count()] for name, number in bits} | dict(zip(self._names, sums, strict=True))
 

@@ -22,8 +22,6 @@ from jax import Device
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from input_pipeline.batch import Batch
-from input_pipeline.loader import Loader
 from stepcost import chips
 from trainer.cluster import View
 from trainer.config import compiler_flags, counts, shares
@@ -403,50 +401,3 @@ def matmul_precision() -> str:
     return jax.lax.Precision(given).name.lower()
   except ValueError:  # such as BF16_BF16_F32
     return given
-
-
-class Feed:
-  """Maps index to the batch of step index + 1 on the program's mesh. A process reads and places only its own rows."""
-
-  def __init__(self, loader: Loader, prog: Program) -> None:
-    self._loader, self._rounds = loader, prog.batch
-    self._local = [_local_rows(batch.tokens) for batch in prog.batch]
-    self._rows = np.concatenate([group.reshape(-1)[local] for group, local in zip(prog.plan.groups, self._local)])
-    self._rows_per_share = prog.plan.rows.size
-
-  def __call__(self, index: int) -> MicroBatches:
-    """Returns batches of global arrays [A, rows, T]. The rows of other processes are not read here."""
-    rounds = self._rounds_of(index, self._rows)
-    self._loader.prepare_digest(index)
-    return rounds
-
-  def share(self, index: int, share: int) -> Batch:
-    """Returns the part `share` of the batch, for a program whose plan is that of one share."""
-    (batch,) = self._rounds_of(index, self._rows + share * self._rows_per_share)
-    return batch
-
-  def _rounds_of(self, index: int, rows: np.ndarray) -> MicroBatches:
-    rows_of_process = self._loader.batch(index, rows)
-    cuts = np.cumsum([len(local) for local in self._local])[:-1]
-    groups = zip(*(np.split(array, cuts) for array in rows_of_process))
-    return tuple(
-      Batch(*(_place(host, at, abstract) for host, abstract in zip(group, batch)))
-      for group, at, batch in zip(groups, self._local, self._rounds)
-    )
-
-
-def _local_rows(abstract: jax.ShapeDtypeStruct) -> np.ndarray:
-  """Returns which of the A * rows rows of an array [A, rows, T] the devices of this process have: int [local rows]."""
-  local = np.zeros(abstract.shape[:2], bool)
-  for index in abstract.sharding.addressable_devices_indices_map(abstract.shape).values():
-    local[index[:2]] = True
-  return np.flatnonzero(local)
-
-
-def _place(host: np.ndarray, at: np.ndarray, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-  """Returns the global array [A, rows, T] whose rows `at` are `host`, on the devices of this process."""
-  rounds, rows, length = abstract.shape
-  whole = np.empty((rounds * rows, length), host.dtype)
-  whole[at] = host
-  whole = whole.reshape(abstract.shape)
-  return jax.make_array_from_callback(abstract.shape, abstract.sharding, lambda part: whole[part])

@@ -58,6 +58,7 @@ class Driver(Protocol):
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
   data_wait_seconds: float  # how long the last step waited for its batch
   slice_seconds: dict[str, float] | None  # {slice: seconds of its data and computation in the step}; None: not timed
+  tally: Any  # the numbers of the Tally of the whole batch of the last step, perhaps not computed yet
   proof: dict[str, Any]  # what the receipt says of the last step besides its numbers: see docs/trust.md
 
   @property

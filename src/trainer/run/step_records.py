@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from input_pipeline.tally import Tally
 from stepcost import chips
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.arrays.fingerprint import Started
@@ -40,7 +41,7 @@ class StepRecords:
       total_steps=config.run.steps,
       peak_flops=chip.peak_flops if chip else None,
     )
-    self._pending: tuple[int, Metrics, float, dict[str, float] | None, dict[str, Any], Started] | None = None
+    self._pending: tuple[int, Metrics, float, dict[str, float] | None, dict[str, Any], Started, Any] | None = None
     self._last = time.monotonic()
     self.skipped = 0  # steps in a row up to the last recorded one whose update was not finite
 
@@ -54,7 +55,7 @@ class StepRecords:
     self.finish()
     prints = fingerprint.dispatch(state_tree.flatten(state) if self._is_digested(step) else {})
     driver = self._driver
-    self._pending = (step, metrics, driver.data_wait_seconds, driver.slice_seconds, driver.proof, prints)
+    self._pending = (step, metrics, driver.data_wait_seconds, driver.slice_seconds, driver.proof, prints, driver.tally)
 
   def _is_digested(self, step: int) -> bool:
     """Whether the receipt has a digest of the state after `step`: regularly, for each checkpoint, and at the end."""
@@ -66,9 +67,11 @@ class StepRecords:
     """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
     if self._pending is None:
       return
-    (step, arrays, data_wait, slice_seconds, proof, prints), self._pending = self._pending, None
-    arrays, sums = self._driver.call(lambda: on_host((arrays, prints.values)), f"step {step}")
+    (step, arrays, data_wait, slice_seconds, proof, prints, tally), self._pending = self._pending, None
+    arrays, sums, tally = self._driver.call(lambda: on_host((arrays, prints.values, tally)), f"step {step}")
     values = step_lib.metric_values(arrays)
+    if self._config.observe.receipt_state_period:
+      proof = proof | {"examples": Tally.of_sum(tally).hex}
     if prints.names:
       proof = proof | {"state": fingerprint.collect(Started(prints.names, sums))[0]}
     now = time.monotonic()

@@ -8,7 +8,6 @@ that follow it, and with which configuration.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from input_pipeline.batch import DataError
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
 from trainer.observe import environment, files
@@ -173,11 +173,6 @@ class ReceiptWriter(Plugin):
     path = config.observe.receipt_key_path
     self._key = private_key(path) if path else None
 
-  def open(self, run: Opened, stack: contextlib.ExitStack) -> None:
-    super().open(run, stack)
-    if self.config.observe.receipt_state_period:
-      self.data.train.keep_digests(lambda: run.cluster.coordination.is_primary)
-
   def recorders(self) -> Sequence[Writer]:
     return [Writer(self.run, self._key)] if self.config.observe.receipt_state_period else ()
 
@@ -206,7 +201,7 @@ class Writer:
       self._failing = True
 
   def _append(self, step: int, record: Line, more: Line) -> None:
-    self._put({"step": step, "examples": self._run.data.train.digest(step - 1), **numbers(record), **more})
+    self._put({"step": step, **numbers(record), **more})
     self._step = step
 
   def _put(self, fields: Line) -> None:
@@ -231,7 +226,14 @@ class Writer:
       missing = {record["step"]: record for record in read_metrics(self._directory) if "loss" in record}
       for before in range(self._step + 1, step):
         if before in missing:
-          self._append(before, missing[before], {"from": "metrics.jsonl"})
+          self._append(before, missing[before], {"from": "metrics.jsonl", "examples": self._examples(before)})
+
+  def _examples(self, step: int) -> str:
+    """The digest of the examples of a step, which are read again; "" if they cannot be read."""
+    try:
+      return self._run.data.train.tally(step - 1, hashes=True).hex
+    except DataError:
+      return ""
 
   def flush(self, *, wait: bool) -> None:
     if self._lines is not None:

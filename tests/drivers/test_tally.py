@@ -1,0 +1,52 @@
+"""The examples of a step are counted by the processes that read them: nobody reads the rows of another one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from end_to_end import flips
+from end_to_end.flips import STEPS, Runs
+from tests.support.elastic_harness import TINY
+from tests.support.jax_processes import Processes
+
+from input_pipeline.tally import Tally
+from trainer.drivers.many_worlds import ManyWorlds
+
+MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16")
+
+
+@pytest.mark.parametrize("group", [1, 2])
+def test_members_read_each_row_once_and_their_sums_are_the_whole_batch(tmp_path, monkeypatch, group):
+  """The balance loss of experts needs the weights of the whole batch, and the receipt its digest."""
+  runs = Runs(tmp_path, [*TINY.split(), *MOE])
+  _, _, _, data = runs.of(3, group)
+  expected = [data.train.tally(index, hashes=True) for index in range(STEPS)]
+  read: Counter[tuple[int, int]] = Counter()
+  found: list[list[Tally]] = [[] for _ in range(STEPS)]
+  batch, step = data.train.batch, ManyWorlds.step
+
+  def reading(index, rows=None):
+    read.update((index, int(row)) for row in rows)
+    return batch(index, rows)
+
+  def stepping(driver, state, n):
+    result = step(driver, state, n)
+    found[n - 1].append(Tally.of_sum(driver.tally))
+    assert driver._counted_ahead == (None if n == STEPS else (n, expected[n]))
+    return result
+
+  monkeypatch.setattr(data.train, "batch", reading)
+  monkeypatch.setattr(ManyWorlds, "step", stepping)
+  assert len(runs.play(3, group, flips.STEPS + 1).states()) == 3
+  assert found == [[one] * 3 for one in expected]
+  # The first step of each process reads all rows: nobody has counted them before.
+  assert {read[key] for key in read if key[0] > 0} == {1}, read
+  assert np.isfinite(expected[0].mean_weight) and len({key for key in read if key[0] == 1}) == data.global_batch_size
+
+
+@pytest.mark.timeout(600)
+def test_processes_of_one_world_count_each_row_once(server, tmp_path):
+  """Also rows that several of them hold, because the tensor axis spans processes."""
+  Processes(server, "tallies", tmp_path, 2).finish()

@@ -5,7 +5,7 @@
 #   bash setup.sh --dev        and what the tests, the linter and the type checker need
 #   bash setup.sh --tpu        and libtpu
 #   bash setup.sh --gpu        and CUDA 13 for NVIDIA GPUs
-#   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way fast, gcs, goodput, lm_eval,
+#   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way fast, gcs, goodput,
 #                              prometheus, ray, receipt, s3, standin, tfds, wandb
 #   --python 3.12 | PATH       this interpreter, not the newest suitable one that is found
 #   --venv DIR                 another folder than .venv
@@ -15,7 +15,6 @@ set -euo pipefail
 
 readonly SUPPORTED="3.13 3.12 3.11" # newest first
 readonly TORCH="torch==2.13.0"      # the tests compare with transformers, which computes with torch
-readonly ACCELERATE="accelerate==1.15.0" # needed by the models of transformers in lm_eval, for the same tests
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 venv="$root/.venv"
@@ -30,7 +29,7 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dev | --tpu | --gpu | --arrow | --fast | --gcs | --goodput | --lm_eval | --prometheus | --ray | --receipt | --s3 | --standin | --tfds | --wandb)
+    --dev | --tpu | --gpu | --arrow | --fast | --gcs | --goodput | --prometheus | --ray | --receipt | --s3 | --standin | --tfds | --wandb)
       extras="$extras ${1#--}"
       ;;
     --python | --venv)
@@ -200,9 +199,8 @@ case ",$all," in
         say "installing torch $offer, for the tests against transformers"
         # uv takes a tenth of pip's time, but does not read pip's settings, which may say where this build is.
         if [ -z "$uv" ] || ! uv pip install --quiet --python "$venv/bin/python" --constraint <(versions) \
-          "torch==$offer" "$ACCELERATE" 2>/dev/null; then
-          "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) \
-            "$TORCH" "$ACCELERATE"
+          "torch==$offer" 2>/dev/null; then
+          "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --constraint <(versions) "$TORCH"
         fi
         ;;
       *)

@@ -24,10 +24,9 @@ def parts() -> Parts:
   from trainer.weights import sources
   from trainer.weights.exports import Exports
   from trainer.weights.sample import Sample
-  from trainer.weights.scores import Scorer
   from trainer.weights.tokenizers import KeepTokenizer
 
-  plugins = (Services, ReceiptWriter, KeepTokenizer, Exports, Scorer, Sample, Report)
+  plugins = (Services, ReceiptWriter, KeepTokenizer, Exports, Sample, Report)
   return Parts(plugins, open_weights=sources.open_source, choose_remat=_choose_remat)
 
 

@@ -204,7 +204,7 @@ REMOVED = {
   "enable_tensorboard": ("true", "false"), "enable_goodput_recording": ("false", "true"),
   "gcs_metrics": ("false", "true"), "enable_checkpoint_cloud_logger": ("false", "true"),
   "dcn_tensor_parallelism": ("1", ""), "dcn_context_parallelism": ("1", ""), "wsd_decay_style": ("linear", ""),
-  "weight_decay_mask": ("matrices", ""), "matmul_precision": ("default", ""), "eval_tasks_path": ("''", ""),
+  "weight_decay_mask": ("matrices", ""), "matmul_precision": ("default", ""),
   "eval_main_set": ("''", ""), "enable_wandb": ("false", ""),
   "wandb_project_name": ("trainer", ""), "wandb_run_name": ("''", ""),
   "elastic_retry_reset_steps": ("10", "20"),
@@ -214,7 +214,7 @@ REMOVED = {
 REFUSED = {
   "dcn_tensor_parallelism=2": "ici_tensor_parallelism", "dcn_context_parallelism=2": "ici_context_parallelism",
   "wsd_decay_style=cosine": "lr_schedule_type=cosine", "weight_decay_mask=all": "do not decay",
-  "matmul_precision=highest": "JAX_DEFAULT_MATMUL_PRECISION", "eval_tasks_path=tasks": "eval_tasks=DIR/NAME",
+  "matmul_precision=highest": "JAX_DEFAULT_MATMUL_PRECISION",
   "eval_main_set=far": "first set",
   "elastic_numerics=balanced": "same bits", "wandb_project_name=mine": "WANDB_PROJECT",
   "enable_wandb=true": "services=tensorboard,wandb",

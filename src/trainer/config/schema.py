@@ -149,8 +149,8 @@ class ModelSection(Section):
   """Factor by which the model's parameters grow, a power of two: heads and feed-forward, width, layers are doubled in
   turn."""
   max_position_embeddings: Positive = 1048576
-  """Longest sequence of the model, in tokens. max_target_length must not exceed it. Exports and scores of tasks use it,
-  or max_target_length if it has its default."""
+  """Longest sequence of the model, in tokens. max_target_length must not exceed it. Exports have it, or
+  max_target_length if it has its default."""
   normalization_layer_epsilon: float = Field(1e-6, gt=0)
   """Epsilon of RMSNorm."""
   use_qk_norm: bool = True
@@ -477,9 +477,6 @@ class ObserveSection(Section):
   """Batches per evaluation of a set. 0: no evaluation."""
   target_eval_loss: float = Field(0.0, ge=0, le=1e9)
   """The run is complete at the first evaluation with this eval_loss or a lower one. 0: never."""
-  eval_tasks: str = ""
-  """Tasks of lm-evaluation-harness that each evaluation scores, separated by commas, on one device of each process
-  (extra lm_eval). DIR/NAME: a task whose YAML is in the local folder DIR."""
   sample_prompt: str = ""
   """Text that the trained model continues at the end, for 64 tokens. Empty: no sample."""
 

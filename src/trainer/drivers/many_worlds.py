@@ -36,8 +36,7 @@ from trainer.program.feed import Feed
 from trainer.program.program import Halves, Program
 from trainer.program.state import TrainState
 from trainer.program.step import Sums
-from trainer.run import driver
-from trainer.run.driver import LossSums, Metrics, Start, X
+from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.session import Session
 from worlds.exchange import Part
 from worlds.membership.client import SupervisorLost
@@ -172,11 +171,6 @@ class ManyWorlds:
       scalars, _ = self._rounds.agree(name, checksum, compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
-
-  def unless_stopped(self, work: Callable[[], X], what: str) -> X:
-    stop = lambda: self._peers.membership.interrupted
-    with self._evaluation():
-      return driver.unless_stopped(self._session.cluster.world, work, what, stop)
 
   @contextlib.contextmanager
   def _evaluation(self) -> Iterator[str]:

@@ -23,7 +23,7 @@ from trainer.program.feed import Feed
 from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run import driver
-from trainer.run.driver import LossSums, Metrics, Start, X
+from trainer.run.driver import LossSums, Metrics, Start
 from trainer.run.session import Session
 
 _PREPARE_AFTER = 3  # steps of an attempt: its program has run, and its speed is known
@@ -112,14 +112,6 @@ class OneController:
     wait = functools.partial(self._guard.call, compute, f"the evaluation at step {step}")
     # Several processes must stop at the same batch. One need not even wait for the compilation.
     return wait() if several else Waiter(wait, "the evaluation").unless(lambda: preemption.noticed)
-
-  def unless_stopped(self, work: Callable[[], X], what: str) -> X:
-    preemption = self._session.preemption
-    try:
-      return driver.unless_stopped(self._session.cluster.world, work, what, lambda: preemption.noticed)
-    except StopRequested:
-      preemption.agree()
-      raise
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     return self._guard.call(work, what)

@@ -36,7 +36,7 @@ Time spent
                     step in storage and its age, if there is one
   hf_exported       step, path, seconds; hf_export_failed step, reason: the next start of the run tries again
   snapshot          step, seconds, blocking_seconds, bytes
-  eval              step, seconds, loss, scores (of eval_tasks, {task: {metric: value}}, or null)
+  eval              step, seconds, loss
   profile           seconds (for writing it), directory
   sample            step, seconds, prompt, text
   rehearsal_wait    step, seconds: a fault of fault_injection waited until the steps of other slices were prepared

@@ -89,7 +89,6 @@ class Evaluation:
   eval_loss: float  # nats per weighted token; of the main set
   eval_seconds: float = 0.0
   eval_losses: dict[str, float] | None = None  # of each set, if there are several
-  scores: dict[str, dict[str, float]] | None = None  # {task: {metric: value}} of eval_tasks
 
 
 class Recorder(Protocol):
@@ -120,13 +119,12 @@ class Metrics:
     *,
     is_primary: bool = True,
     recorders: Callable[[], Sequence[Recorder]] = tuple,
-    has_scores: bool = False,
     in_thread: bool = False,
   ) -> None:
     """is_primary: whether this process writes; otherwise it only remembers its last records. recorders: opens those
-    who get the records too, when this process begins to write. has_scores: whether evaluations have scores. in_thread:
-    a thread writes the records of steps, see `settle`."""
-    self._events, self._recorders, self._has_scores, self._in_thread = events, recorders, has_scores, in_thread
+    who get the records too, when this process begins to write. in_thread: a thread writes the records of steps, see
+    `settle`."""
+    self._events, self._recorders, self._in_thread = events, recorders, in_thread
     self._pending: Future[None] | None = None  # the last record of a step that the thread writes
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
@@ -228,9 +226,8 @@ class Metrics:
   def _write_eval(self, evaluation: Evaluation) -> None:
     self.settle()
     fields = dataclasses.asdict(evaluation) | self._events.stamp()
-    for optional in ("eval_losses", "scores"):
-      if not fields[optional]:
-        del fields[optional]
+    if not fields["eval_losses"]:
+      del fields["eval_losses"]
     line = files.dump_json(fields)
     self._lines.append(line)
     self._last_evaluation = evaluation
@@ -240,11 +237,11 @@ class Metrics:
   def eval_loss(self, step: int, sets: Collection[str], main: str) -> float | None:
     """The loss on the set `main` of the state after `step`, by this process or an earlier one.
 
-    None: the losses of all `sets` and the scores of eval_tasks are not recorded.
+    None: the losses of all `sets` are not recorded.
     """
     if self._last_evaluation is not None and step == self._last_evaluation.step:
       return self._last_evaluation.eval_loss
-    return eval_loss(self._run_directory, step, sets, main, has_scores=self._has_scores)
+    return eval_loss(self._run_directory, step, sets, main)
 
   def flush(self, *, wait: bool = True) -> None:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
@@ -272,23 +269,14 @@ class Metrics:
     self._writers = []
 
 
-def flat_scores(record: dict[str, Any]) -> dict[str, float]:
-  """{"task metric": value} of an evaluation's record."""
-  scores = record.get("scores", {})
-  return {f"{task} {metric}": float(x) for task, values in scores.items() for metric, x in values.items()}
-
-
 def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
   """The last record of a completed step; empty if there is none."""
   return next((record for record in reversed(records) if "loss" in record), {})
 
 
-def eval_loss(
-  run_directory: str, step: int, sets: Collection[str], main: str, *, has_scores: bool = False
-) -> float | None:
+def eval_loss(run_directory: str, step: int, sets: Collection[str], main: str) -> float | None:
   """The loss on `main` if the newest record of `step` in metrics.jsonl is an evaluation of all `sets`, else None.
 
-  has_scores: the record must have scores too.
   If a step was done again after its evaluation, that evaluation belongs to a history that was given up.
   """
   newest: dict[str, Any] = {}
@@ -299,7 +287,7 @@ def eval_loss(
         newest = value if isinstance(value, dict) else newest
   # A record of a single set does not name it.
   losses = newest.get("eval_losses", {main: newest["eval_loss"]} if "eval_loss" in newest else {})
-  complete = isinstance(losses, dict) and losses.keys() >= set(sets) and (not has_scores or "scores" in newest)
+  complete = isinstance(losses, dict) and losses.keys() >= set(sets)
   return number(losses[main]) if complete else None
 
 
@@ -347,8 +335,8 @@ def _standing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   """The run's history as it stands: one dict per step in order, each from the last time that the step was done.
 
-  A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses` and `scores`,
-  see Evaluation) is in the dict of the step after which it was measured.
+  A step that is done again removes everything after it from the history. `eval_loss` (and `eval_losses`, see
+  Evaluation) is in the dict of the step after which it was measured.
   """
   history: dict[int, dict[str, Any]] = {}
   for record in _standing(read_records(run_directory)):
@@ -356,6 +344,6 @@ def read_metrics(run_directory: str) -> list[dict[str, Any]]:
     if "loss" in record:
       history[step] = record
     else:
-      evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses", "scores") if key in record}
+      evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses") if key in record}
       history.setdefault(step, {"step": step}).update(evaluation)
   return [history[step] for step in sorted(history)]

@@ -14,7 +14,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
-from trainer.observe.metrics import METRICS_FILE, flat_scores, given_up, sound
+from trainer.observe.metrics import METRICS_FILE, given_up, sound
 
 Events = list[dict[str, Any]]
 
@@ -57,7 +57,6 @@ class RunHistory:
   redone: np.ndarray  # for each of `rows`: whether the step, or one before it, was done again later
   evals: np.ndarray  # rows of the evaluations that count, in order
   eval_sets: dict[str, np.ndarray]  # by name, if there are several sets: their losses, one for each of `evals`
-  scores: dict[str, np.ndarray]  # by task and metric of eval_tasks: one for each of `evals`
   events: Events  # of the processes that were not refused
   start: dict[str, Any]  # the newest run_start of these, {} if there is none
 
@@ -134,8 +133,7 @@ def load(run_directory: str) -> RunHistory:
   events = without_refused(clean_events(read_events(run_directory)))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []
-  scores: list[dict[str, float]] = []
-  records = np.fromiter(_rows(run_directory, processes, losses, scores), _ROW)
+  records = np.fromiter(_rows(run_directory, processes, losses), _ROW)
   if not events and not len(records):
     raise ConfigError(_not_a_run(run_directory))
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
@@ -148,7 +146,6 @@ def load(run_directory: str) -> RunHistory:
     redone=redone[completed],
     evals=records[~completed & ~redone],
     eval_sets=_by_name(list(itertools.compress(losses, ~redone[~completed]))),
-    scores=_by_name(list(itertools.compress(scores, ~redone[~completed]))),
     events=events,
     start=starts[-1] if starts else {},
   )
@@ -214,12 +211,10 @@ def _fits(name: str, value: Any) -> bool:
   return isinstance(value, _TYPES.get(name, _NUMBER)) and (not isinstance(value, float) or math.isfinite(value))
 
 
-def _rows(
-  run_directory: str, processes: dict[str, int], losses: list[dict[str, float]], scores: list[dict[str, float]]
-) -> Iterator[tuple[Any, ...]]:
+def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, float]]) -> Iterator[tuple[Any, ...]]:
   """Records of metrics.jsonl as values of _ROW, one at a time.
 
-  Adds new processes to `processes`, and of each evaluation the losses by set to `losses` and the scores to `scores`.
+  Adds new processes to `processes`, and the losses of each evaluation by set to `losses`.
   """
   for record in sound(files.read_json_lines(run_directory, METRICS_FILE)):
     needed = ("step", "seconds", "slices") if "loss" in record else ("step",)
@@ -230,14 +225,7 @@ def _rows(
       sets = record.get("eval_losses")
       sets = sets if isinstance(sets, dict) else {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
-      scores.append(flat_scores(record) if _are_scores(record.get("scores", {})) else {})
     yield (*map(record.get, _NUMBERS), process, "loss" in record)
-
-
-def _are_scores(value: Any) -> bool:
-  """Whether `value` is {task: {metric: number}}."""
-  tasks = value.values() if isinstance(value, dict) else [None]
-  return all(isinstance(task, dict) and all(isinstance(x, int | float) for x in task.values()) for task in tasks)
 
 
 def _by_name(values: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:

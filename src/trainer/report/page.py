@@ -76,7 +76,6 @@ def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str, price: 
   parts = [
     f"<h1>{html.escape(run.name)}</h1>{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
     sections.evaluation_sets(run),
-    sections.task_scores(run),
     sections.incidents(run, happened, price),
     sections.goodput(run, goodput, price),
     _sample(run),

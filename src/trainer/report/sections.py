@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -128,30 +128,14 @@ def data(values: dict[str, Any]) -> str:
 
 def evaluation_sets(run: RunHistory) -> str:
   """The last and the lowest loss of each evaluation set, if there are several."""
-  headings = ("set", "last loss", "lowest loss")
-  return _evaluations(run, run.eval_sets, "Evaluation sets", headings, lambda losses: (-1, int(np.argmin(losses))))
-
-
-def task_scores(run: RunHistory) -> str:
-  """The first and the last score of each task and metric of eval_tasks."""
-  return _evaluations(run, run.scores, "Tasks", ("task", "first score", "last score"), lambda _: (0, -1))
-
-
-def _evaluations(
-  run: RunHistory,
-  columns: dict[str, np.ndarray],
-  title: str,
-  headings: Sequence[str],
-  chosen: Callable[[np.ndarray], Sequence[int]],
-) -> str:
-  """A row for each column, which has a value for each of run.evals. chosen: indices of finite values to show."""
   rows = []
-  for name, column in columns.items():
+  for name, column in run.eval_sets.items():
     known = np.isfinite(column)
-    values, steps = column[known], run.evals["step"][known]
-    if len(values):
-      rows.append((name, *(f"{values[n]:.4f} (step {steps[n]:,.0f})" for n in chosen(values))))
-  return f"<h2>{title}</h2>{markup.table(headings, rows[:_MOST_ROWS])}" if rows else ""
+    losses, steps = column[known], run.evals["step"][known]
+    if len(losses):
+      rows.append((name, *(f"{losses[n]:.4f} (step {steps[n]:,.0f})" for n in (-1, int(np.argmin(losses))))))
+  table = markup.table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
+  return f"<h2>Evaluation sets</h2>{table}" if rows else ""
 
 
 def _incident(incident: Incident, price: float) -> str:

@@ -206,8 +206,6 @@ class Attempt:
     self.elastic.reached("eval", step)
     with session.watchdog.during("evaluation"), self.elastic.evaluating():
       try:
-        # Before the sums: the members commit the evaluation with them.
-        scores = session.plugins.evaluates(params, step, self.driver.unless_stopped)
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
       except StopRequested:
         session.preemption.requested(step)
@@ -216,8 +214,8 @@ class Attempt:
     totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
     losses = {name: loss / weight if weight else math.nan for name, (loss, weight) in zip(data.evaluations, totals)}
     seconds, main = time.monotonic() - start, losses[data.main_set]
-    session.metrics.write_eval(Evaluation(step, main, seconds, losses if len(losses) > 1 else None, scores))
-    session.events.emit("eval", step=step, seconds=seconds, loss=main, scores=scores)
+    session.metrics.write_eval(Evaluation(step, main, seconds, losses if len(losses) > 1 else None))
+    session.events.emit("eval", step=step, seconds=seconds, loss=main)
     for (name, loss), (_, weight) in zip(losses.items(), totals):
       of_set = "" if name == EVAL_DATA else f" of {name}"
       session.log.line(

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias
 
 import jax
 
-from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
-from trainer.process.signals import StopRequested
 from trainer.program.state import TrainState
-from trainer.world import World
 
 Metrics: TypeAlias = jax.Array  # float32 [len(step.METRICS)]; see step.apply_gradients
 LossSums = tuple[Any, Any]  # float32 scalars: sum of weighted cross-entropy in nats, sum of weights
-X = TypeVar("X")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +32,6 @@ class Start:
 def on_host(arrays: Any) -> Any:
   """The arrays on the host, for `Driver.call`: a slice may also hang between a computation and the copy to the host."""
   return jax.device_get(jax.block_until_ready(arrays))
-
-
-def unless_stopped(world: World, work: Callable[[], X], what: str, stop: Callable[[], bool]) -> X:
-  """The result of work(), which runs in another thread. Every process of `world` must call; if stop() becomes true on
-  one of them before its work is done, all of them raise StopRequested. See Driver.unless_stopped."""
-  result, stopped = [], False
-  try:
-    result.append(Waiter(work, what).unless(stop))
-  except StopRequested:
-    stopped = True
-  if any(world.gather(stopped)):
-    raise StopRequested
-  return result[0]
 
 
 class Driver(Protocol):
@@ -76,10 +59,6 @@ class Driver(Protocol):
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises StopRequested
     on all processes after the same batch, if they must end."""
-
-  def unless_stopped(self, work: Callable[[], X], what: str) -> X:
-    """The result of work(), a part of an evaluation that each process does for itself; its error. Raises StopRequested
-    on all processes, if they must end before all of them have done it."""
 
   def call(self, work: Callable[[], object], what: str) -> Any:
     """The result of work(), which waits for the slices; raises its error, or SliceHang. `what` names it in messages."""

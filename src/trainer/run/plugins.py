@@ -1,4 +1,4 @@
-"""The hooks of a run: the only way in which services, exports, scores, the sample and the report reach it.
+"""The hooks of a run: the only way in which services, exports, the sample and the report reach it.
 
 The core of the trainer imports none of them. The command's entry hands in classes of `Plugin` (trainer/defaults.py).
 """
@@ -20,10 +20,6 @@ from trainer.process.signals import StopRequested
 from trainer.program.program import Program
 from trainer.run.run_data import RunData
 from trainer.world import World
-
-Scores = dict[str, dict[str, float]]  # {task: {metric: value}}
-# Of a Driver: the result of a part of an evaluation that each process does for itself; raises StopRequested.
-UnlessStopped = Callable[[Callable[[], Any], str], Any]
 
 
 class Weights(Protocol):
@@ -55,13 +51,13 @@ class Opened:
 
 @dataclasses.dataclass(frozen=True)
 class Completed:
-  """The last step of a run is done. unless_ending(work, name): the result of work(), or StopRequested once the process
+  """The last step of a run is done. unless_ending(work, name): returns work(); raises StopRequested once the process
   has been asked to end."""
 
   step: int
   params: Params
   program: Program
-  unless_ending: UnlessStopped
+  unless_ending: Callable[[Callable[[], Any], str], Any]
 
 
 class Plugin:
@@ -86,11 +82,6 @@ class Plugin:
 
   def ready(self) -> None:
     """The first step can be dispatched; only on the process that writes the files of the run."""
-
-  def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
-    """An evaluation of the state after `step` is due. Returns what its record has besides losses, the same on all
-    processes; None: nothing. May raise StopRequested."""
-    return None
 
   def keeps(self, step: int) -> bool:
     """Whether the committed checkpoint of `step` must stay for now."""
@@ -136,12 +127,6 @@ class Plugins:
 
   def ready(self) -> None:
     list(self._each("ready"))
-
-  def evaluates(self, params: Params, step: int, unless_stopped: UnlessStopped) -> Scores | None:
-    found: Scores = {}
-    for scores in self._each("evaluates", params, step, unless_stopped):
-      found |= scores or {}
-    return found or None
 
   def keeps(self, step: int) -> bool:
     return any(self._each("keeps", step))

@@ -281,13 +281,11 @@ def _metrics(
   config: Config, cluster: Cluster, events: EventLog, plugins: Plugins, stack: contextlib.ExitStack
 ) -> Metrics:
   """The metrics, closed with `stack`."""
-  is_primary, has_scores = cluster.coordination.is_primary, bool(config.observe.eval_tasks)
   metrics = Metrics(
     config.run_directory,
     events,
-    is_primary=is_primary,
+    is_primary=cluster.coordination.is_primary,
     recorders=plugins.recorders,
-    has_scores=has_scores,
     in_thread=cluster.coordination.has_peers,  # one controller writes a record while the devices compute
   )
   stack.callback(metrics.close)

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.config.schema import ObserveSection
 from trainer.observe.log import Log
-from trainer.observe.metrics import Recorder, StepRecord, flat_scores, read_metrics
+from trainer.observe.metrics import Recorder, StepRecord, read_metrics
 from trainer.run.plugins import Opened, Plugin
 from trainer.services.background_writer import BackgroundWriter, Scalars
 from trainer.services.goodput_recording import GoodputRecording
@@ -116,8 +116,7 @@ def _scalars(fields: dict[str, Any]) -> Scalars:
 def _eval_scalars(fields: dict[str, Any]) -> Scalars:
   """The numbers of an evaluation for TensorBoard and services, from its record; none from another record."""
   found = {"evaluation/loss": fields["eval_loss"]} if "eval_loss" in fields else {}
-  found |= {f"evaluation/loss of {name}": value for name, value in fields.get("eval_losses", {}).items()}
-  return found | {f"evaluation/{name}": value for name, value in flat_scores(fields).items()}
+  return found | {f"evaluation/loss of {name}": value for name, value in fields.get("eval_losses", {}).items()}
 
 
 def service_rows(run_directory: str) -> Iterator[tuple[int, Scalars, Scalars]]:

@@ -89,7 +89,7 @@ WRONG = {
   ),
   "an extra that does not exist": (
     f"jobset {COMMON} --image-extras wnb",
-    "'wnb' must be one of goodput, lm_eval, ray, tfds",
+    "'wnb' must be one of goodput, ray, tfds",
   ),
   "a local dataset": (f"jobset {COMMON} dataset_path=texts", "dataset_path=texts: no pod has this path"),
   "a local dataset for evaluation": (

@@ -167,8 +167,7 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   noticed = lambda: session.preemption.noticed
   try:
     outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=noticed)
-    done = outcome.kind == "complete" and session.plugins.finish(outcome.step, noticed)
-    return Ended(COMPLETE if done else PREEMPTED)
+    return Ended(COMPLETE if outcome.kind == "complete" else PREEMPTED)
   except SupervisorLost:  # before this process had a state
     tell("error: the supervisor is lost; this process has nothing to save.")
     return Ended(PREEMPTED)

@@ -22,11 +22,10 @@ def parts() -> Parts:
   from trainer.services.plugin import Services
   from trainer.services.receipt import ReceiptWriter
   from trainer.weights import sources
-  from trainer.weights.exports import Exports
   from trainer.weights.sample import Sample
   from trainer.weights.tokenizers import KeepTokenizer
 
-  plugins = (Services, ReceiptWriter, KeepTokenizer, Exports, Sample, Report)
+  plugins = (Services, ReceiptWriter, KeepTokenizer, Sample, Report)
   return Parts(plugins, open_weights=sources.open_source, choose_remat=_choose_remat)
 
 

@@ -96,9 +96,6 @@ REFUSED = [
   (["local_checkpoint_period=5"], "no effect without enable_emergency_checkpoint"),
   (["local_checkpoint_directory=/tmp"], "no effect without enable_emergency_checkpoint"),
   (["checkpoint_keep_best=2"], "needs evaluations to compare"),
-  (["hf_export_period=1500"], "must be a multiple of checkpoint_period=1000"),
-  (["hf_export_period=1000", "enable_checkpointing=false"], "Set enable_checkpointing=true, or hf_export_period=0"),
-  (["hf_export_period=1000", "num_experts=4", "num_experts_per_tok=2", "use_qk_norm=false"], "Qwen3-MoE has these"),
   ([*ELASTIC, "elastic_min_slice_count=0"], "must be at least 1"),
   (
     ["num_slices=2", "witness_period=8", "dcn_fsdp_parallelism=2"],
@@ -151,7 +148,6 @@ ACCEPTED = [
   ["ici_context_parallelism=-1", "ici_fsdp_parallelism=1", "devices_per_slice=8"],
   EMERGENCY,
   ["checkpoint_keep_best=2", "eval_interval=5"],
-  ["hf_export_period=2000"],
   [*ELASTIC, "elastic_min_slice_count=1"],
   [*ELASTIC, "dcn_data_parallelism=3"],
   [*ELASTIC, "enable_checkpointing=false"],

@@ -35,8 +35,6 @@ def folder(tmp_path_factory):
   (root / "8" / "commit_success.txt").unlink()
   (root / "4" / "meta.json").write_text("damaged")
   (root / "9.orbax-checkpoint-tmp").mkdir()
-  (run / "hf" / "4").mkdir(parents=True)
-  (run / "hf" / "4" / "model").write_bytes(bytes(2500))
   (emergency.folder(local, str(run)) / "an earlier run").mkdir()
   (emergency.folder(local, str(run)) / "an earlier run" / "3.s0.p0.bin").write_bytes(bytes(70))
   return run
@@ -60,7 +58,6 @@ def test_each_folder_is_listed_with_its_state(folder, capsys):
   assert found[("8", "rejected")][1] == "meta.json is missing"
   save = ("0 B", "its save did not finish; the next save or start removes it")
   assert found[("9.orbax-checkpoint-tmp", "checkpoint")] == save
-  assert found[("4", "export")] == ("2.5 kB", "not finished")
   local = emergency.folder(folder.parent / "ram", str(folder))
   assert found[("8", "local copy")][1] == f"slices 0 in {local / (folder / 'run_id').read_text().strip()}"
   assert found[("-", "local copy")] == ("70 B", f"of an earlier run in {local}/an earlier run")

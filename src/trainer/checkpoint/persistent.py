@@ -11,7 +11,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -60,19 +60,18 @@ class Persistent(StepFolders):
     world: World,
     run_id: str = "",
     fetch: Fetch | None = None,
-    keeps: Callable[[int], bool] = lambda step: False,
     log: LogLine = lambda line: None,
     emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
   ) -> None:
     """run_id: of the folder above `directory`, checked at every save; "": not checked. fetch: see host_copy; for
-    devices behind a proxy. keeps: whether retention must leave a step until the next save, because it is being read.
+    devices behind a proxy.
 
     atomicity="commit_file" makes a local directory behave as an object store does.
     """
     super().__init__(directory, world, log)
     self._run_id = run_id
-    self._cfg, self._emit, self._atomicity, self._fetch, self._keeps = cfg, emit, atomicity, fetch, keeps
+    self._cfg, self._emit, self._atomicity, self._fetch = cfg, emit, atomicity, fetch
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None
@@ -259,7 +258,7 @@ class Persistent(StepFolders):
     self._losses[save.step] = save.meta["metric"]
     for step in sorted(set(self._losses) - retention.kept(self._losses, self._cfg)):
       try:
-        if self._keeps(step) or not self._delete(str(step)):
+        if not self._delete(str(step)):
           continue
       except OSError as error:
         self._log(f"Checkpoint {self.directory / str(step)} cannot be deleted by retention: {error}. Delete it.")

@@ -47,16 +47,15 @@ class Tiers:
     snapshots: Snapshots | None = None,
     saves_in_storage: Callable[[], bool] = lambda: True,
     fetch: Fetch | None = None,
-    keeps: Callable[[int], bool] = lambda step: False,
     log: LogLine = lambda line: None,
     warn: LogLine | None = None,
     emit: Emit = lambda kind, **fields: None,
   ) -> None:
     """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
     slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
-    False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. keeps: see
-    Persistent. log takes a line for people, and warn a warning (default: log); emit a kind and fields for events.jsonl.
-    A thread may call them. Raises ConfigError where the emergency tier is wanted and could not write."""
+    False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
+    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them. Raises
+    ConfigError where the emergency tier is wanted and could not write."""
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
     self._saves_in_storage = saves_in_storage
     self._newest: tuple[int, float] | None = None  # in storage: the step, and when it was committed
@@ -65,7 +64,7 @@ class Tiers:
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
     common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": self._emit_saved}
-    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, keeps=keeps, **common)
+    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, **common)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.errors import counted
-from trainer.config.schema import CheckpointSection, ElasticSection, ModelSection, ParallelismSection
+from trainer.config.schema import CheckpointSection, ElasticSection, ParallelismSection
 
-NO_EXPORT = "Qwen3-MoE has these norms, so Hugging Face cannot express a model with experts and without them."
 AXES = ("data", "fsdp", "tensor", "context")
 
 
@@ -125,17 +124,3 @@ def emergency_tier(checkpoint: CheckpointSection) -> Iterator[str]:
       f"local_checkpoint_directory={checkpoint.local_checkpoint_directory}: must be a folder of this machine.\n"
       "Give a ramdisk or local disk. For an object store use base_output_directory."
     )
-
-
-def exports(checkpoint: CheckpointSection, model: ModelSection) -> Iterator[str]:
-  """Checkpoints that can be exported are there."""
-  period = checkpoint.hf_export_period
-  if period and not checkpoint.enable_checkpointing:
-    yield f"hf_export_period={period}: exports checkpoints.\nSet enable_checkpointing=true, or hf_export_period=0."
-  elif period % checkpoint.checkpoint_period:
-    yield (
-      f"hf_export_period={period}: must be a multiple of checkpoint_period={checkpoint.checkpoint_period}, because "
-      "checkpoints are exported.\nChange one of them."
-    )
-  if period and model.num_experts > 1 and not model.use_qk_norm:
-    yield f"hf_export_period={period}, use_qk_norm=false: {NO_EXPORT}\nSet use_qk_norm=true, or hf_export_period=0."

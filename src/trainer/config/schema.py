@@ -359,9 +359,6 @@ class CheckpointSection(Section):
   """Keep every checkpoint whose step is a multiple of this number. 0: keep none for this reason."""
   checkpoint_keep_best: NonNegative = 0
   """Number of checkpoints with the lowest evaluation loss that are kept. 0: keep none for this reason."""
-  hf_export_period: NonNegative = 0
-  """Steps between exports of the weights as Hugging Face folders, {run}/hf/{step}, in the background; the last step
-  too. A multiple of checkpoint_period. 0: none."""
   enable_single_replica_ckpt_restoring: bool = False
   """Only one replica reads a checkpoint, and the others receive it over the network."""
   enable_autocheckpoint: bool = True

@@ -73,7 +73,6 @@ def check(config: Config, problems: Problems) -> None:
   problems.add(_exchange(config.elastic))
   problems.add(_witness(config.elastic, config.run.compile_xla_flags))
   problems.add(_checkpoint(config.checkpoint, config.observe))
-  problems.add(rules.exports(config.checkpoint, config.model))
   with problems.collect():
     problems.add(_faults(config.elastic, config.checkpoint))
   problems.add(_observe(config.observe, config.data, config.run.steps))

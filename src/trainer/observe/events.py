@@ -34,7 +34,6 @@ Time spent
   checkpoint_restored step, tier, path; checkpoint_rejected step, tier, reason (damaged: passed over)
   checkpoint_failed tier, reason, newest, newest_seconds: the storage failed at a save, and training goes on; the newest
                     step in storage and its age, if there is one
-  hf_exported       step, path, seconds; hf_export_failed step, reason: the next start of the run tries again
   snapshot          step, seconds, blocking_seconds, bytes
   eval              step, seconds, loss
   profile           seconds (for writing it), directory

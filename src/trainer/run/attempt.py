@@ -65,7 +65,6 @@ class Attempt:
       snapshots=session.snapshots,
       saves_in_storage=cluster.coordination.saves_in_storage,
       fetch=self.guard.call if cluster.is_behind_proxy else None,
-      keeps=session.plugins.keeps,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,

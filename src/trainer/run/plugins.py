@@ -1,4 +1,4 @@
-"""The hooks of a run: the only way in which services, exports, the sample and the report reach it.
+"""The hooks of a run: the only way in which services, the sample and the report reach it.
 
 The core of the trainer imports none of them. The command's entry hands in classes of `Plugin` (trainer/defaults.py).
 """
@@ -83,17 +83,8 @@ class Plugin:
   def ready(self) -> None:
     """The first step can be dispatched; only on the process that writes the files of the run."""
 
-  def keeps(self, step: int) -> bool:
-    """Whether the committed checkpoint of `step` must stay for now."""
-    return False
-
   def completed(self, done: Completed) -> None:
     """The last step is done, and its checkpoint is committed or on its way."""
-
-  def finish(self, step: int, stop: Callable[[], bool]) -> bool:
-    """Waits for work that belongs to the complete run of `step` steps. False: stop() was first. All processes return
-    together."""
-    return True
 
   def ends(self, code: int) -> None:
     """The process ends with this exit code, and its records are closed; only on the process that writes the files of
@@ -128,14 +119,8 @@ class Plugins:
   def ready(self) -> None:
     list(self._each("ready"))
 
-  def keeps(self, step: int) -> bool:
-    return any(self._each("keeps", step))
-
   def completed(self, done: Completed) -> None:
     list(self._each("completed", done))
-
-  def finish(self, step: int, stop: Callable[[], bool]) -> bool:
-    return all(self._each("finish", step, stop))
 
   def ends(self, code: int) -> None:
     list(self._each("ends", code))

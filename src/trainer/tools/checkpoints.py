@@ -26,7 +26,6 @@ from trainer.observe.events import read_events
 from trainer.observe.metrics import METRICS_FILE
 from trainer.world import SINGLE_WORLD
 
-_EXPORTED = "trainer_export.json"  # the last file of an export
 _AGES = ((86400.0, "d"), (3600.0, "h"), (60.0, "min"))
 
 
@@ -63,7 +62,7 @@ def describe(run: str, *, verify: bool = False) -> Iterator[str]:
   if not events and not (folder / "checkpoints").exists():
     raise ConfigError(f"{run} is not the folder of a run. Give base_output_directory/run_name")
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
-  rows = [*_checkpoints(folders, verify), *_rejected(folders), *_exports(folder), *_local_copies(run, events)]
+  rows = [*_checkpoints(folders, verify), *_rejected(folders), *_local_copies(run, events)]
   sizes = {kind: sum(row.size for row in rows if row.kind == kind) for kind in dict.fromkeys(row.kind for row in rows)}
   free = "" if files.is_object_store(run) else f"; free on this disk: {_size(shutil.disk_usage(run).free)}"
   yield f"{run}: {', '.join(f'{kind} {_size(size)}' for kind, size in sizes.items()) or 'no checkpoint'}{free}"
@@ -103,14 +102,6 @@ def _verified(folders: StepFolders, step: int) -> str:
 def _rejected(folders: StepFolders) -> Iterator[SavedEntry]:
   for path, reason in folders.rejected().items():
     yield SavedEntry(path.name, _size_of(path), _written(path), "rejected", reason)
-
-
-def _exports(folder: Any) -> Iterator[SavedEntry]:
-  if (folder / "hf").is_dir():
-    for path in sorted((folder / "hf").iterdir(), key=lambda path: step_number(path.name)):
-      if path.is_dir():
-        state = "complete" if (path / _EXPORTED).exists() else "not finished"
-        yield SavedEntry(path.name, _size_of(path), _written(path), "export", state)
 
 
 def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[SavedEntry]:

@@ -8,7 +8,6 @@ from typing import Any
 
 from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
-from trainer.config.rules import NO_EXPORT
 from trainer.config.schema import ModelSection
 
 DEQUANTIZE = (
@@ -204,7 +203,10 @@ def build(cfg: ModelSection, dtype: str, ends: Mapping[str, int | None]) -> dict
   """
   has_experts = cfg.num_experts > 1
   if has_experts and not cfg.use_qk_norm:
-    raise ConfigError(f"use_qk_norm=false: {NO_EXPORT} Set use_qk_norm=true.")
+    raise ConfigError(
+      "use_qk_norm=false: Hugging Face has no model with experts and without these norms (Qwen3-MoE has them). Set "
+      "use_qk_norm=true."
+    )
   family = "qwen3_moe" if has_experts else "qwen3" if cfg.use_qk_norm else "llama"
   architecture = next(name for name, known in ARCHITECTURES.items() if known == family)
   # As model_type=default would give them: global_parameter_scale is in these properties.

@@ -110,8 +110,7 @@ class BpeTokenizer:
     # Text that looks like a special token is encoded as text, so that it cannot end a document.
     self._tokenizer.encode_special_tokens = True
     self.json_text = json_text
-    self.arguments = json_text, bos_token, eos_token
-    """What makes the same tokenizer again."""
+    self._arguments = json_text, bos_token, eos_token
     model = content["model"]
     # The number of the token in a Unigram, the token in others.
     given, name = model.get("unk_id"), model.get("unk_token")
@@ -128,7 +127,7 @@ class BpeTokenizer:
 
   def __reduce__(self) -> tuple[Any, ...]:
     """Another process makes it from its file: the library's pickles forget encode_special_tokens."""
-    return type(self), self.arguments
+    return type(self), self._arguments
 
   def encode(self, text: str) -> list[int]:
     with _naming_failures():
@@ -143,10 +142,6 @@ class BpeTokenizer:
         long_text.encode(self._tokenizer, encodable(text)) if long else np.array(next(encoded).ids, np.int32)
         for text, long in zip(texts, is_long)
       ]
-
-  def normalized(self, text: str) -> str:
-    """What its normalizer makes of a text."""
-    return self._tokenizer.normalizer.normalize_str(text) if self._tokenizer.normalizer else text
 
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     if self._unknown is not None:

@@ -37,7 +37,7 @@ def test_every_copied_file_is_sent_to_docker_and_nothing_else_is():
 def test_the_extras_of_a_build_are_those_that_a_manifest_knows():
   """With those that every image has, these are all extras of which a run on a pod can need a package."""
   extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
-  assert set(options.EXTRAS) == extras - {"arrow", "fast", "gcs", "gpu", "tpu", "standin", "prometheus", "dev"}
+  assert set(options.EXTRAS) == extras - {"arrow", "gcs", "gpu", "tpu", "standin", "prometheus", "dev"}
 
 
 @pytest.mark.parametrize(

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
-import sys
 from pathlib import Path
 
-import pytest
 from tests.input_pipeline import test_folders, test_remote
 from tests.input_pipeline.test_bad_records import BAD, jsonl
 from tests.input_pipeline.test_conversations import load, options, sequences_of
 from tests.support import chats
-from tests.support.data_files import TEXTS, write_jsonl, written
+from tests.support.data_files import TEXTS, written
 from tests.tools.test_tokenize import job_of
 
-from input_pipeline import datasets, fast_tokenizer
-from input_pipeline.errors import ConfigError
+from input_pipeline import datasets
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import ByteTokenizer
 from trainer.tools.tokenize import part
@@ -75,33 +71,3 @@ def test_the_tool_skips_the_same_records_and_names_them_in_the_manifest(tmp_path
   counts = part.write(job, "train", pieces, tmp_path / "a.array_record", lambda tokens: None)
   assert (counts["documents"], counts["bad_records"]) == (len(TEXTS) - 1, 1)
   assert re.search(rf"data.jsonl:{BAD + 1}: no field", counts["bad"][0])
-
-
-def tokenize(folder: Path, source: str, output: str, *options: str) -> int:
-  keys = ["dataset_type=grain", "grain_file_type=jsonl", f"grain_train_files={source}", "tokenizer_type=bpe"]
-  keys += [
-    f"tokenizer_path={folder / 'tokenizer.json'}",
-    "vocab_size=1500",
-    f"dataset_cache_directory={folder / 'cache'}",
-  ]
-  return main(["configs/base.yml", *keys, "--processes=1", f"--output={folder / output}", *options])
-
-
-def test_the_tool_writes_the_same_bytes_and_names_the_library(tmp_path, capsys, monkeypatch):
-  from tests.input_pipeline.test_fast_tokenizer import TRAINED, texts  # here: without tokie this skips
-
-  (tmp_path / "tokenizer.json").write_text(json.dumps(TRAINED))
-  source = write_jsonl(tmp_path / "data", "text", texts(7)[2:])
-  assert tokenize(tmp_path, source, "plain") == tokenize(tmp_path, source, "fast", "--fast") == 0
-  manifests = [json.loads((tmp_path / name / "manifest.json").read_text()) for name in ("plain", "fast")]
-  assert manifests[0]["files"] == manifests[1]["files"]  # with the hashes of the output
-  assert manifests[1]["versions"].pop("tokie") and manifests[0]["versions"] == manifests[1]["versions"]
-  capsys.readouterr()
-  assert tokenize(tmp_path, source, "plain", "--fast") == 2
-  assert "versions.tokie: None -> " in capsys.readouterr().err
-  monkeypatch.setitem(sys.modules, "tokie", None)
-  assert tokenize(tmp_path, source, "absent", "--fast") == 2
-  (line,) = capsys.readouterr().err.splitlines()
-  assert "python -m pip install tokie" in line and not (tmp_path / "absent").exists()
-  with pytest.raises(ConfigError, match="--fast: has no effect with tokenizer_type=byte"):
-    fast_tokenizer.make(ByteTokenizer(), {}, 0)

@@ -51,7 +51,6 @@ def main(argv: list[str] | None = None) -> int:
     "--ray", metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT on one of its nodes, or ray://HOST:10001"
   )
   parser.add_argument("--part-megabytes", type=real(1e-6, 1e6), default=128.0, help="input of a file (default: 128)")
-  parser.add_argument("--fast", action="store_true", help="tokenise with tokie, which is compared with tokenizers")
   options = parser.parse_intermixed_args(argv)
   if (options.output is None) == (options.preview is None):
     parser.error("give --output FOLDER or --preview N")
@@ -65,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
       write_parts: run.WriteParts = functools.partial(run.in_processes, options.processes)
       if options.ray is not None:
         write_parts = stack.enter_context(on_ray.connected(options.ray))
-      run.run(config, options.output, options.records, part_bytes, options.fast, write_parts)
+      run.run(config, options.output, options.records, part_bytes, write_parts)
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

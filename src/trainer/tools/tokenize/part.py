@@ -14,7 +14,6 @@ import numpy as np
 
 from input_pipeline import in_place, packages, prepare, windows
 from input_pipeline.documents import BadRecords, Documents, Piece
-from input_pipeline.fast_tokenizer import PACKAGE, FastTokenizer
 from input_pipeline.tokenizer import Tokenizer, ends
 from trainer.config.errors import ConfigError
 
@@ -49,7 +48,6 @@ class TokenizeJob:
   def description(self) -> dict[str, Any]:
     """Everything that the output depends on except the documents and their division into parts, as JSON."""
     windowed = self.records == "windows"
-    names = ["tokenizers", "array-record", *([PACKAGE] if isinstance(self.tokenizer, FastTokenizer) else [])]
     return {
       "tokenizer": self.tokenizer.fingerprint if self.tokenizer else None,
       **ends(self.tokenizer),
@@ -58,7 +56,7 @@ class TokenizeJob:
       "grain_file_type": self.file_type,
       "max_target_length": self.length if windowed else None,
       "packing": self.packing if windowed else None,
-      "versions": {name: importlib.metadata.version(name) for name in names},
+      "versions": {name: importlib.metadata.version(name) for name in ("tokenizers", "array-record")},
     }
 
 
@@ -72,8 +70,6 @@ def write(
   """
   counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0, "bad_records": 0}
   documents = dataclasses.replace(job.splits[split], pieces=pieces)
-  if isinstance(job.tokenizer, FastTokenizer):
-    documents = job.tokenizer.compared(documents)
   bad, lost = BadRecords(job.max_bad_records), prepare.Lost()
   groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad), job.tokenizer, job.ids, bad, lost)
   temporary = path.with_name(f".{path.name}.{os.getpid()}")

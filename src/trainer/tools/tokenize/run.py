@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import datasets, describe, fast_tokenizer, prepare, prepared
+from input_pipeline import datasets, describe, prepare, prepared
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
@@ -32,7 +32,7 @@ WriteParts = Callable[[TokenizeJob, Output, Sequence[Part], Callable[[int], None
 _PREVIEWED = 20_000  # characters that are tokenised at a time
 
 
-def run(config: Config, output: str, records: str, part_bytes: int, fast: bool, write_parts: WriteParts) -> None:
+def run(config: Config, output: str, records: str, part_bytes: int, write_parts: WriteParts) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
 
   write_parts: `in_processes`, or those of a cluster. Raises ConfigError for wrong input, WorkerLost if a process of
@@ -47,8 +47,6 @@ def run(config: Config, output: str, records: str, part_bytes: int, fast: bool, 
       f"--records={records}: a record of token ids does not say which tokens of a conversation are trained. "
       "Use --records=windows."
     )
-  if fast:
-    tokenizer = fast_tokenizer.make(tokenizer, splits, data.max_bad_records)
   parts = [
     Part(split, number, tuple(pieces))
     for split, documents in splits.items()

@@ -45,13 +45,13 @@ def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> l
   left = left or LeftOut()
   found: set[File] = set()
   names = _NAMES[file_type.partition("_")[0]]
-  for part in map(str.strip, value.split(";")):
-    if re.fullmatch(r".*[,:]\s*[\d.]+", part):
+  for part in _parts(value):
+    files = list(_files(key, part, names, file_type, left)) if part else []
+    if not files and re.fullmatch(r".*[,:]\s*[\d.]+", part):
       raise ConfigError(
-        f"{key}={shorten(value)}: {part!r} ends in a weight, as MaxText writes a mixture.\n"
+        f"{key}={shorten(value)}: there is no {part!r}. It ends in a weight, as MaxText writes a mixture.\n"
         "Set grain_train_mixture_config_path to a file with the sources and their weights."
       )
-    files = list(_files(key, part, names, file_type, left)) if part else []
     if not files:
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.note}.\n"
@@ -66,6 +66,11 @@ def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> l
     )
   local = [file for file in found if isinstance(file, Path)]
   return _named(key, value, folders.once(local, left) if local else found, file_type, left)
+
+
+def _parts(value: str) -> list[str]:
+  """The files, folders and patterns of a key. A file or folder may have ';' in its name: one that exists is meant."""
+  return [value] if os.path.exists(os.path.expanduser(value)) else [part.strip() for part in value.split(";")]
 
 
 def _named(key: str, value: str, files: Collection[File], file_type: str, left: LeftOut) -> list[Found]:

@@ -197,7 +197,7 @@ def compared(capsys, *places) -> tuple[int, str]:
 def test_checkpoints_are_compared_array_by_array(runs, capsys):
   a, b = runs
   assert compared(capsys, f"{a}@4", f"{b}@4") == (0, "30 arrays compared, 0 differences\n")
-  code, printed = compared(capsys, a, f"{b}:12")
+  code, printed = compared(capsys, a, f"{b}@12")
   assert code == 1 and "params.lm_head: 1024 of 1024 values differ in " in printed, printed
   assert "step:" not in printed and "30 arrays compared" in printed
   assert compared(capsys, a / "checkpoints" / "8", f"{a}@8")[0] == 0

@@ -28,6 +28,22 @@ def folder(run_directory: str) -> Any:
   return epath.Path(run_directory if "://" in run_directory else os.path.abspath(os.path.expanduser(run_directory)))
 
 
+def split(place: str) -> tuple[str, str]:
+  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP. A folder may have @ in its name: one that exists is meant.
+
+  Raises ConfigError for another word after a run's folder.
+  """
+  place = os.path.expanduser(place)
+  directory, at, step = place.rpartition("@")
+  if not at or files.exists(place):
+    return place, ""
+  if step.isascii() and step.isdecimal():
+    return directory, step
+  if files.exists(directory):
+    raise ConfigError(f"{place}: {step!r} is not the number of a step.\nWrite {directory}@STEP, or {directory} alone.")
+  return place, ""
+
+
 def establish(run_directory: str, world: World, fresh: str = "") -> str:
   """The id of the run on every process. The primary creates folder and id on the first start.
 

@@ -6,6 +6,7 @@ which the user's YAML or the command line gives another value is an error, or wi
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -60,7 +61,7 @@ def load_with_origins(
 
 def _read(argv: Sequence[str], repeats: bool) -> tuple[Path, dict[str, Given]]:
   """The config file, and the values of the file and the command line by key."""
-  if not argv or "=" in argv[0] or argv[0].startswith("-"):
+  if not argv or ("=" in argv[0] and not os.path.isfile(argv[0])) or argv[0].startswith("-"):
     found = f"{shorten(argv[0])}: the first argument" if argv else "The first argument"
     raise ConfigError(f"{found} must be a config file.\n{USAGE}; start from configs/base.yml.")
   problems = Problems()
@@ -242,9 +243,11 @@ def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
   chosen = {name for name, value in given.items() if value.explicit}
   if place is None or not place.value or chosen & {"tokenizer_type", "tokenizer_path"}:
     return {}
-  folder = re.sub(r"@[0-9]+$", "", str(place.value)).rstrip("/")
+  given_folder = str(place.value)
+  folders_of_it = dict.fromkeys(path.rstrip("/") for path in (given_folder, re.sub(r"@[0-9]+$", "", given_folder)))
   origin = f"load_parameters_path, {place.origin}"
-  for name, record in (("tokenizer.json", "trainer_export.json"), ("tokenizer/tokenizer.json", "config.yml")):
+  records = ("tokenizer.json", "trainer_export.json"), ("tokenizer/tokenizer.json", "config.yml")
+  for folder, (name, record) in itertools.product(folders_of_it, records):
     if paths.is_file("load_parameters_path", f"{folder}/{name}"):
       found = {"tokenizer_type": "bpe", "tokenizer_path": f"{folder}/{name}"}
       if paths.is_file("load_parameters_path", f"{folder}/{record}"):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import functools
 import os
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +67,8 @@ def entries(place: str) -> Entries:
     manifest, meta = (checksums.parse(checksums.read(folder / name), name) for name in (MANIFEST, META))
     checksums.check(folder, manifest)
     return of_checkpoint(folder, meta)
-  match = re.fullmatch(r"(.+)[@:](\d+)", place)
-  run, step = (match[1], int(match[2])) if match else (place, None)
+  run, named = run_id.split(place)
+  step = int(named) if named else None
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()
   if not steps or step not in (None, *steps):

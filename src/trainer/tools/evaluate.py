@@ -30,10 +30,10 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(place: str, keys: Sequence[str]) -> None:
   """Prints the losses of the evaluation sets."""
   cluster.check_environment()
+  from trainer.checkpoint import run_id
   from trainer.checkpoint.errors import ConfigMismatch
-  from trainer.weights import sources
 
-  directory, _ = sources.split(place)
+  directory, _ = run_id.split(place)
   config = trainer.load(f"{directory}/config.yml", "cluster=simulated", *keys)
   if config.observe.eval_steps == 0:
     raise trainer.ConfigError("eval_steps=0: nothing would be evaluated. Give eval_steps=N, the batches of each set.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -151,7 +150,7 @@ def use(place: str, work: Callable[[WeightSource], X]) -> X:
       if not source.is_gone():
         raise
       gone = f"{source.where}: retention has deleted this checkpoint while it was read"
-      if split(place)[1]:
+      if run_id.split(place)[1]:
         raise ConfigError(f"{gone}. Name a step that stays, or raise max_num_checkpoints_to_keep.") from error
       warn(f"{gone}. Reading the newest one.")
   raise ConfigError(f"{gone}, as {_TRIES - 1} before it. Raise max_num_checkpoints_to_keep, or read a copy of one.")
@@ -162,7 +161,7 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> WeightSource:
 
   Raises ConfigError, which names what is missing or wrong there. Verifies the files of a checkpoint.
   """
-  directory, step = split(place)
+  directory, step = run_id.split(place)
   folder = run_id.folder(directory)
   try:
     if not step and (folder / CONFIG).exists():
@@ -181,18 +180,6 @@ def copy_tokenizer(source: Any, target: Any) -> None:
   for name in TOKENIZER_FILES:
     if (source / name).exists():
       files.write_bytes(str(target), name, (source / name).read_bytes())
-
-
-def split(place: str) -> tuple[str, str]:
-  """(folder, step or "") of RUN_DIR or RUN_DIR@STEP. Raises ConfigError for another word after a run's folder."""
-  place = os.path.expanduser(place)
-  directory, at, step = place.rpartition("@")
-  if at and step.isascii() and step.isdecimal():
-    return directory, step
-  # A folder may have @ in its name.
-  if at and files.exists(directory) and not files.exists(place):
-    raise ConfigError(f"{place}: {step!r} is not the number of a step.\nWrite {directory}@STEP, or {directory} alone.")
-  return place, ""
 
 
 def _of_run(directory: str, named: int | None, world: World) -> WeightSource:

@@ -37,7 +37,7 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
     return
   kept: dict[str, str | bytes] = {}
   if source:
-    folder = run_id.folder(sources.split(source)[0])
+    folder = run_id.folder(run_id.split(source)[0])
     theirs = folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
     if _same_tokenizer(theirs / _TOKENIZER, tokenizer):
       kept = {name: (theirs / name).read_bytes() for name in sources.TOKENIZER_FILES if (theirs / name).exists()}

@@ -1,0 +1,77 @@
+"""Folders and files whose names look like the syntax of the commands: the disk is asked first."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.support import chats, hf_folders
+
+from input_pipeline import data_files, datasets
+from input_pipeline.options import DataOptions
+from trainer.checkpoint import run_id
+from trainer.config.errors import ConfigError
+from trainer.config.load import load
+from trainer.config.schema import Config
+from trainer.tools import compare_checkpoints
+from trainer.weights import sources
+from trainer.weights.model import Model
+
+
+@pytest.fixture
+def run(tmp_path):
+  """A run with a checkpoint of step 5, whose name ends like that of a step."""
+  cfg = hf_folders.model("qwen3", vocab_size=258)
+  hf_folders.write_run(tmp_path / "x@6", Config(model=cfg), hf_folders.random_params(cfg))
+  return str(tmp_path / "x@6")
+
+
+def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
+  assert run_id.split(run) == (run, "") and run_id.split(f"{run}@5") == (run, "5")
+  for place in (run, f"{run}@5", f"{run}/"):
+    assert sources.open_source(place).directory.rstrip("/") == run
+    assert compare_checkpoints.entries(place)
+    assert Model.from_run(place).longest
+  assert run_id.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
+  with pytest.raises(ConfigError, match=r"'six' is not the number of a step"):
+    run_id.split(f"{run}@six")
+
+
+def test_a_folder_with_a_colon_is_no_step_of_another(run, tmp_path):
+  (tmp_path / "x@6").rename(tmp_path / "y:2024")
+  assert compare_checkpoints.entries(f"{tmp_path}/y:2024")
+
+
+def test_the_tokenizer_of_a_model_in_a_folder_with_the_name_of_a_step(tmp_path):
+  chats.write_tokenizer(tmp_path / "model@2", chats.CHATML)
+  config = load(["configs/base.yml", f"load_parameters_path={tmp_path}/model@2", "vocab_size=300"])
+  assert config.data.tokenizer_path == f"{tmp_path}/model@2/tokenizer.json"
+
+
+@pytest.mark.parametrize("name", ["data:2024", "data,20240301", "data: 1.5", "a;b", "one; two.jsonl"])
+def test_files_and_folders_may_end_like_weights_and_lists(tmp_path, name):
+  folder = tmp_path / name
+  if name.endswith(".jsonl"):
+    folder.write_text('{"text": "a"}\n')
+    wanted = [folder]
+  else:
+    folder.mkdir()
+    wanted = [folder / "a.jsonl", folder / "b.jsonl"]
+    for file in wanted:
+      file.write_text(json.dumps({"text": file.name}) + "\n")
+  found = data_files.find("grain_train_files", str(folder), "jsonl")
+  assert [one.file for one in found] == wanted
+  cfg = DataOptions(dataset_type="grain", grain_file_type="jsonl", grain_train_files=str(folder))
+  assert datasets.find(cfg)["train"].size
+
+
+def test_what_is_on_no_disk_is_still_a_weight(tmp_path):
+  (tmp_path / "data").mkdir()
+  with pytest.raises(ConfigError, match=r"there is no '.*data,0.3'. It ends in a weight, as MaxText"):
+    data_files.find("grain_train_files", f"{tmp_path}/data,0.3;{tmp_path}/data,0.7", "jsonl")
+
+
+def test_a_config_file_may_be_in_a_folder_with_an_equals_sign(tmp_path):
+  (tmp_path / "lr=3").mkdir()
+  (tmp_path / "lr=3" / "config.yml").write_text("steps: 7\n")
+  assert load([f"{tmp_path}/lr=3/config.yml"]).run.steps == 7

@@ -12,7 +12,6 @@ PATHWAYS = "enable_single_controller=true"
 ELASTIC = f"{PATHWAYS} elastic_enabled=true"
 LOCAL = "enable_emergency_checkpoint=true local_checkpoint_directory=/local local_checkpoint_period=10"
 GRAIN = "dataset_path= dataset_type=grain"
-RAY = "--image-extras ray"
 V5E = "--tpu-type v5litepod-16 --num-slices 3"
 COMMON = f"{RUN} {IMAGE} {V5E}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 
 import pytest
-from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, PATHWAYS, PLACE, RAY, RUN, V5E
+from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, PATHWAYS, PLACE, RUN, V5E
 
 from trainer.launch.manifest.__main__ import main
 
@@ -62,26 +62,6 @@ WRONG = {
     "has no effect without Pathways",
   ),
   "a PathwaysJob without Pathways": (f"pathwaysjob {COMMON}", "Set enable_single_controller=true"),
-  "a RayJob with Pathways": (f"rayjob {COMMON} {RAY} {PATHWAYS}", "Ray starts a process on every host"),
-  "a RayJob that can lose every slice": (
-    f"rayjob {COMMON} {RAY} --elastic-slices 3",
-    "--elastic-slices 3: of --num-slices 3",
-  ),
-  "a RayJob with another minimum": (
-    f"rayjob {COMMON} {RAY} --elastic-slices 1 elastic_min_slice_count=1",
-    "rayjob sets elastic_min_slice_count=2",
-  ),
-  "a RayJob that is not elastic": (f"rayjob {COMMON} {RAY} elastic_enabled=false", "rayjob sets elastic_enabled=true"),
-  "a RayJob on a simulated cluster": (f"rayjob {COMMON} {RAY} cluster=simulated", "rayjob sets cluster=multiprocess"),
-  "a RayJob with restarts of slices": (
-    f"rayjob {COMMON} {RAY} --elastic-slices 1 --max-slice-restarts 3",
-    "has no effect in a rayjob",
-  ),
-  "a RayJob with restarts": (
-    f"rayjob {COMMON} {RAY} --max-restarts 3",
-    "has no effect in a rayjob, where Ray restarts",
-  ),
-  "a RayJob without Ray": (f"rayjob {COMMON}", "--build-arg EXTRAS=ray and give --image-extras ray"),
   "a service that the image lacks": (f"jobset {COMMON} services=wandb", "services=wandb: needs the extra wandb"),
   "another service, and an image with the first": (
     f"xpk {COMMON} {PLACE} services=goodput --image-extras wandb",
@@ -140,7 +120,7 @@ WRONG = {
     "need 4,536 GiB, and a slice of 4 chips has 64 GiB",
   ),
   "a model that half of its chips could not hold": (
-    f"rayjob {COMMON} {RAY} model_name=llama3.1-8b --tpu-type v5litepod-4",
+    f"jobset {COMMON} model_name=llama3.1-8b --tpu-type v5litepod-4",
     "Choose a slice of more than 6 chips",
   ),
   "a ramdisk that a host cannot hold": (

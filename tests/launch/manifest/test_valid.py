@@ -9,12 +9,11 @@ import shlex
 import kubernetes_validate
 import pytest
 import yaml
-from tests.launch.manifest.cases import COMMON, ELASTIC, IMAGE, LOCAL, RAY, RUN, VALID, one_line
+from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line
 
 from trainer.config import load
 from trainer.launch.manifest import hardware
 from trainer.launch.manifest.__main__ import render
-from trainer.launch.ray import __main__ as ray_launcher
 
 KUBERNETES = "1.34"
 # The options of xpk 1.16 and of gcluster that these commands use.
@@ -46,10 +45,7 @@ def job_specs(node: dict) -> list[dict]:
 def pod_templates(node: dict) -> list[dict]:
   if node["kind"] == "JobSet":
     return [spec["template"] for spec in job_specs(node)]
-  if node["kind"] == "PathwaysJob":
-    return [node["spec"]["controller"]["template"]]
-  cluster = node["spec"]["rayClusterSpec"]
-  return [cluster["headGroupSpec"]["template"], *[group["template"] for group in cluster["workerGroupSpecs"]]]
+  return [node["spec"]["controller"]["template"]]
 
 
 def assert_schemas_accept(node: dict) -> None:
@@ -124,83 +120,6 @@ def test_a_valid_job(case):
   assert [other["kind"] for other in before] in ([], ["CheckpointConfiguration"])
   assert_schemas_accept(node)
   assert_meaning(node)
-
-
-RAYJOBS = {
-  "slices of four hosts": (
-    f"rayjob {COMMON} {RAY} {LOCAL} --elastic-slices 1 elastic_max_retries=2 --cache-volume compiled"
-  ),
-  "slices of one host": f"rayjob {RUN} {IMAGE} {RAY} --tpu-type v6e-8 --num-slices 3 --elastic-slices 2 --queue q",
-  "one slice": (
-    f"rayjob {RUN} {IMAGE} {RAY} --tpu-type v5p-128 --save-gigabytes-per-second 0.05 --service-account writer"
-  ),
-}
-
-
-def rayjob(name: str) -> dict:
-  """The RayJob of a case. Kubernetes' schemas accept its pods, without unknown fields."""
-  (node,) = [node for node in yaml.safe_load_all(render(RAYJOBS[name].split())) if node["kind"] == "RayJob"]
-  assert node["apiVersion"] == "ray.io/v1"
-  for template in pod_templates(node):
-    pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
-    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
-  return node
-
-
-def launcher_options(node: dict) -> list[str]:
-  """The options of the entrypoint. trainer.launch.ray must accept them, and the configuration with the keys it sets."""
-  words = shlex.split(node["spec"]["entrypoint"])
-  assert words[:3] == ["python", "-m", "trainer.launch.ray"]
-  options, arguments = ray_launcher.options(words[3:])
-  load(arguments, check_paths=False)
-  return [options.min_slices, options.max_slices, options.topology, options.accelerator_type, options.replace_lost]
-
-
-@pytest.mark.parametrize(
-  "name, options, group, chips",
-  [
-    ("slices of four hosts", [2, 3, "4x4", "TPU-V5LITEPOD", False], [2, 3, 3, 4], "4"),
-    ("slices of one host", [1, 3, "2x4", "TPU-V6E", True], [1, 3, 3, 1], "8"),  # Ray expects 8 chips on one host
-    ("one slice", [1, 1, "4x4x4", "TPU-V5P", False], [1, 1, 1, 16], "4"),
-  ],
-)
-def test_a_rayjob_and_its_launcher_agree(name, options, group, chips):
-  node = rayjob(name)
-  assert launcher_options(node) == options
-  (workers,) = node["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-  assert [workers[key] for key in ("minReplicas", "replicas", "maxReplicas", "numOfHosts")] == group
-  (container,) = workers["template"]["spec"]["containers"]
-  assert container["resources"] == {"limits": {"google.com/tpu": chips}}
-  assert workers["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == options[2]
-
-
-@pytest.mark.parametrize(
-  "tpu_type, hosts, chips, machine",
-  [
-    ("v5litepod-8", 1, 8, "ct5lp-hightpu-8t"),
-    ("v5litepod-16", 4, 4, "ct5lp-hightpu-4t"),
-    ("v6e-8", 1, 8, "ct6e-standard-8t"),
-  ],
-)
-def test_hosts_of_a_slice_are_those_that_ray_expects(tpu_type, hosts, chips, machine):
-  """As get_tpu_worker_resources of ray.util.tpu in Ray 2.60."""
-  piece = hardware.on_hosts_of_ray(hardware.resolve(tpu_type))
-  assert (piece.hosts, piece.chips_per_host, piece.machine_type) == (hosts, chips, machine)
-
-
-def test_the_head_of_a_rayjob_has_no_work_and_waits_for_the_save():
-  node = rayjob("slices of four hosts")
-  head = node["spec"]["rayClusterSpec"]["headGroupSpec"]
-  assert head["rayStartParams"]["num-cpus"] == "0"
-  (container,) = head["template"]["spec"]["containers"]
-  # The job is submitted through the dashboard. A CPU node has neither the driver of the ramdisk nor use for the cache.
-  assert 8265 in [port["containerPort"] for port in container["ports"]]
-  assert "volumeMounts" not in container and "volumes" not in head["template"]["spec"]
-  grace = head["template"]["spec"]["terminationGracePeriodSeconds"]
-  assert {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(grace)} in container["env"]
-  (workers,) = node["spec"]["rayClusterSpec"]["workerGroupSpecs"]
-  assert {volume["name"] for volume in workers["template"]["spec"]["volumes"]} == {"compilation-cache", "ramdisk"}
-  assert node["spec"]["backoffLimit"] == 0
 
 
 # ---- numbers

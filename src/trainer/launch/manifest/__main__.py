@@ -6,7 +6,6 @@ Prints the command or the YAML that starts this run on GKE. It changes nothing a
   xpk          an `xpk workload create` or `xpk workload create-pathways` command
   jobset       a JobSet, for `kubectl apply -f -`
   pathwaysjob  a PathwaysJob, for `kubectl apply -f -`
-  rayjob       a RayJob, for `kubectl apply -f -`
 
 With enable_single_controller=true the run is behind Pathways: one controller on a CPU node drives all slices. Otherwise
 every TPU host has a process. Lines that start with # are comments: shells and kubectl ignore them.

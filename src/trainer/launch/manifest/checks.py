@@ -27,7 +27,7 @@ ONLY_PACKAGED = (
   "the container does not have this file.\n"
   "Copy it below configs/ before the image is built, and give its path from there: configs/NAME.yml."
 )
-_LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22, "rayjob": 40}
+_LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22}
 
 
 def problems(plan: GkePlan) -> Iterator[str]:
@@ -81,15 +81,13 @@ def _target(plan: GkePlan) -> Iterator[str]:
     yield f"--tpu-type {plan.options.tpu_type}: a PathwaysJob cannot have this machine type.\nPrint a jobset."
   if target == "xpk" and not re.fullmatch(r"(v4|v5p|v5litepod|v6e|tpu7x)-[0-9]+", plan.options.tpu_type):
     yield f"--tpu-type {plan.options.tpu_type}: xpk has no such name.\nWrite it like v5litepod-16, v6e-256 or v5p-128."
-  if target == "rayjob" and plan.pathways:
-    yield "rayjob: Ray starts a process on every host.\nSet enable_single_controller=false, or print a jobset."
   if plan.config.cluster.cluster_standin:
     yield (
       f"cluster_standin={plan.config.cluster.cluster_standin}: is a stand-in for Pathways, and would train on CPUs.\n"
       "Remove cluster_standin."
     )
   fitting = ("auto", "pathways") if plan.pathways else ("auto",)
-  if target != "rayjob" and kind not in fitting:
+  if kind not in fitting:
     yield (
       f"cluster={kind}: with enable_single_controller={str(plan.pathways).lower()} the job on GKE needs "
       f"cluster={' or cluster='.join(fitting)}.\nRemove the key cluster, or change enable_single_controller."
@@ -122,18 +120,11 @@ def _elastic(plan: GkePlan) -> Iterator[str]:
   """The launcher and the program agree on how many slices may be missing, and how often."""
   lost, elastic = plan.options.elastic_slices, plan.config.elastic
   least = elastic.elastic_min_slice_count
-  if (plan.pathways or plan.options.target == "rayjob") and lost >= plan.num_slices:
+  if plan.pathways and lost >= plan.num_slices:
     yield (
       f"--elastic-slices {lost}: of --num-slices {plan.num_slices} at least one must remain.\n"
       f"Give at most {plan.num_slices - 1}."
     )
-  if plan.options.target == "rayjob":
-    if plan.options.max_slice_restarts is not None:
-      yield (
-        f"--max-slice-restarts {plan.max_slice_restarts}: has no effect in a rayjob, where elastic_max_retries limits "
-        "the restarts without progress.\nRemove it."
-      )
-    return
   if not plan.pathways:
     if lost or elastic.elastic_enabled:
       yield (
@@ -174,8 +165,6 @@ def _elastic(plan: GkePlan) -> Iterator[str]:
 
 
 def _restarts(plan: GkePlan) -> Iterator[str]:
-  if plan.options.max_restarts is not None and plan.options.target == "rayjob":
-    yield f"--max-restarts {plan.max_restarts}: has no effect in a rayjob, where Ray restarts workers.\nRemove it."
   if plan.max_restarts and plan.options.target == "xpk" and plan.pathways:
     yield (
       f"--max-restarts {plan.max_restarts}: xpk ignores it behind Pathways, so exit code 42 would end the job.\n"

@@ -35,7 +35,6 @@ def _packages(plan: GkePlan) -> Iterator[str]:
   needs |= {
     f"dataset_type={data.dataset_type}": "tfds" for data in _sections(plan.config) if data.dataset_type == "tfds"
   }
-  needs |= {"rayjob": "ray"} if plan.options.target == "rayjob" else {}
   for what, extra in needs.items():
     if extra not in plan.options.image_extras:
       yield (

@@ -6,7 +6,6 @@ import argparse
 from dataclasses import dataclass
 
 from trainer.config import Config, load
-from trainer.launch import keys
 from trainer.launch.manifest import budget, hardware
 from trainer.launch.manifest.hardware import Slice
 
@@ -86,14 +85,10 @@ def resolve(options: argparse.Namespace) -> GkePlan:
   """The plan of these options. Raises ConfigError for a wrong configuration or TPU."""
   # The last value counts here; the job's own command refuses a key with two values.
   words = list({argument.partition("=")[0]: argument for argument in options.config}.values())
-  config, ray = load(words, check_paths=False), options.target == "rayjob"
+  config = load(words, check_paths=False)
   pathways = config.cluster.enable_single_controller
   piece = hardware.resolve(options.tpu_type)
-  piece = hardware.on_hosts_of_ray(piece) if ray else piece
   num_slices = options.num_slices or config.cluster.num_slices or 1
-  if ray and not pathways:
-    ray_keys = keys.of_ray(max(1, num_slices - options.elastic_slices), num_slices)
-    config = load([*words, *keys.refuse_other(words, "rayjob", ray_keys)], check_paths=False)
   # Behind Pathways the controller writes everything, also the local copies of all slices.
   hosts, copies = (1, num_slices) if pathways else (piece.hosts, 1)
   save = budget.save_seconds(config, hosts, options.save_gigabytes_per_second)

@@ -17,7 +17,7 @@ from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
 
 # The targets that are commands; the others are objects.
 _COMMANDS = {"gcluster": "gcluster job submit", "xpk": "xpk workload create"}
-TARGETS = (*_COMMANDS, "jobset", "pathwaysjob", "rayjob")
+TARGETS = (*_COMMANDS, "jobset", "pathwaysjob")
 # What a target does with a job behind Pathways, and what it needs for a ramdisk of so many MiB.
 _BEHIND_PATHWAYS = {
   "gcluster": "gcluster restarts a job behind Pathways after every exit code except 0, also after 1 and 2.",
@@ -116,16 +116,11 @@ def _values(plan: GkePlan) -> Callable[[str], Any]:
   memory = _CONTROLLER_BYTES + 2 * budget.checkpoint_bytes(plan.config) + ramdisk * budget.MEBIBYTE
   is_long = plan.grace_seconds > budget.DEFAULT_GRACE_SECONDS
   output, version = plan.config.run.base_output_directory, given.pathways_version
-  least = plan.num_slices - given.elastic_slices
   computed = {
     "command": "exec python -m trainer " + shlex.join(plan.words),  # with exec the program itself receives SIGTERM
-    "ray_command": _ray_command(plan, least),
-    "grace_text": str(plan.grace_seconds),
     "long_grace": plan.grace_seconds if is_long else None,
     "grace_period": f"{plan.grace_seconds}s" if is_long else None,
-    "chips_text": str(plan.slice.chips_per_host),
     "elastic_slices": given.elastic_slices or None,
-    "least_slices": least,
     "slice_restarts": slice_restarts,
     "worker_restarts": worker_restarts * plan.slice.hosts,
     "restarts_if_any": plan.max_restarts or None,
@@ -151,13 +146,6 @@ def _values(plan: GkePlan) -> Callable[[str], Any]:
     return computed[name] if name in computed else next(getattr(part, name) for part in sources if hasattr(part, name))
 
   return value
-
-
-def _ray_command(plan: GkePlan, least: int) -> str:
-  arguments = [*plan.words, f"--min-slices={least}", f"--max-slices={plan.num_slices}"]
-  arguments += [f"--topology={plan.slice.topology}", f"--accelerator-type={plan.slice.ray_version}"]
-  arguments += ["--replace-lost"] if plan.slice.hosts == 1 else []
-  return "python -m trainer.launch.ray " + shlex.join(arguments)
 
 
 def _volumes(plan: GkePlan) -> list[tuple[str, str, dict[str, Any]]]:

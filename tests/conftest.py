@@ -1,4 +1,4 @@
-"""Test configuration: eight CPU devices per process, cheap compilations, and a CPU budget for each test folder."""
+"""Test configuration: eight CPU devices per process and cheap compilations."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import jax
 import pytest
-from tests.support.budgets import Budgets
 from tests.support.forked_runs import StandaloneServer
 
 from input_pipeline.workers import cores
@@ -29,7 +28,6 @@ jax.config.update("jax_num_cpu_devices", 8)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-  config.pluginmanager.register(Budgets(), "budgets")
   # SIGTERM ends the tests as Ctrl-C does, so that fixtures can end the processes that they have started.
   signal.signal(signal.SIGTERM, signal.default_int_handler)
   # A job in a shell's background inherits an ignored SIGINT, and so would the processes that the tests start.
@@ -53,12 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def server(pytestconfig) -> Iterator[StandaloneServer]:
+def server() -> Iterator[StandaloneServer]:
   """Starts runs of the real command, and of launchers, without the seconds that their imports take."""
-  budgets = pytestconfig.pluginmanager.get_plugin("budgets")
-  budgets.server = started = StandaloneServer()
+  started = StandaloneServer()
   yield started
-  budgets.server = None
   started.close()
 
 

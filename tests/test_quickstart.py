@@ -11,8 +11,6 @@ import re
 import subprocess
 import sys
 
-import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from tests.support import needs
 from tests.support.command import without_times
@@ -25,10 +23,6 @@ SHRUNK = (
   "base_emb_dim=64 base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 head_dim=32 base_mlp_dim=128 "
   "per_device_batch_size=4 max_target_length=64 steps=6 eval_interval=3 eval_steps=2 checkpoint_period=3 "
 ).split()
-TIMED = {
-  *("seconds", "eval_seconds", "data_wait", "eta", "wall", "monotonic"),
-  *("tflops_per_device", "tokens_per_second_per_device"),
-}
 
 
 def command_line(folder: pathlib.Path, name: str) -> list[str]:
@@ -67,35 +61,8 @@ def forked(server, folder: pathlib.Path, name: str) -> str:
   return log.read_text()
 
 
-@pytest.mark.soak  # as test_endings.py: a complete run
-def test_the_same_command_again_finds_the_run_complete(run, server):
-  directory, _ = run
-  before = (directory / "metrics.jsonl").read_bytes()
-  out = forked(server, directory.parent, "one")
-  assert "All 6 steps are done already." in out
-  assert "completed step" not in out
-  assert (directory / "metrics.jsonl").read_bytes() == before
-
-
 def records(directory: pathlib.Path) -> list[dict]:
   return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-@needs.workshop
-@pytest.mark.soak  # four commands
-def test_the_commands_at_the_end_work_as_they_are(run):
-  directory, out = run
-  lines = without_times(out).partition("Next:\n")[2].splitlines()
-  assert [re.search(r"trainer\.tools\.(\w+)", line)[1] for line in lines] == [
-    "report",
-    "generate",
-    "evaluate",
-    "export_hf",
-  ]
-  for line in lines:
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-  assert (directory.parent / "one-hf" / "config.json").exists()
 
 
 def test_it_learns_from_ln_v(run):
@@ -139,24 +106,3 @@ def test_step_time_excludes_evaluation_time(run):
   """Step 4 follows the first evaluation, whose compilation takes much longer than a step."""
   by_step = {(record["step"], "eval_loss" in record): record for record in records(run[0])}
   assert by_step[4, False]["seconds"] < by_step[3, True]["eval_seconds"]
-
-
-@pytest.mark.soak  # every test of a resume compares two runs bit by bit
-def test_two_runs_with_the_same_seed_are_bit_identical(run, server, folder):
-  """They differ only in their names."""
-  runs = run, (folder / "two", forked(server, folder, "two"))
-  one, two = (directory for directory, _ in runs)
-  ignored = TIMED | {"process"}
-  numbers = [
-    [{key: value for key, value in record.items() if key not in ignored} for record in records(run)]
-    for run in (one, two)
-  ]
-  assert len(numbers[0]) >= 6
-  assert numbers[0] == numbers[1]
-  states = [ocp.PyTreeCheckpointer().restore(run / "checkpoints" / "6" / "state") for run in (one, two)]
-  assert states[0].keys() == states[1].keys() and len(states[0]) > 10
-  for name, array in states[0].items():
-    assert np.array_equal(np.asarray(array), np.asarray(states[1][name])), name
-  texts = [without_times(out) for _, out in runs]
-  samples = [text[text.index("--- sample") : text.index("--- end of sample")] for text in texts]
-  assert samples[0] == samples[1]

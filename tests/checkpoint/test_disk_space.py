@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import fcntl
 import shutil
-import signal
 from types import SimpleNamespace
 
 import jax
 import pytest
 import tensorstore
-from tests.support import command, toy_state
+from tests.support import toy_state
 
 from trainer.checkpoint import disk_space
 from trainer.checkpoint.arrays import state_tree
@@ -79,14 +78,3 @@ def test_a_folder_where_orbax_cannot_lock_its_files_is_refused(tmp_path, monkeyp
     disk_space.require_locks(config)
   disk_space.require_locks(load([*KEYS, f"base_output_directory={run.parent}", "enable_checkpointing=false"]))
   assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.soak  # the tests above compute what is warned of
-def test_a_run_warns_before_its_first_step(make):
-  run = make(f"steps={10**9}", "checkpoint_period=1", f"max_num_checkpoints_to_keep={10**9}")
-  process = run.start()
-  assert command.wait_until(process, lambda: run.last_step >= 1), run.printed[-4000:]
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(240) == 42
-  before, _, _ = run.printed.partition("completed step: 1,")
-  assert "warning: " in before and "1,000,000,000 x " in before and " are there. A save will fail" in before

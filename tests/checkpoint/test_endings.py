@@ -7,7 +7,6 @@ import re
 import resource
 import shutil
 import signal
-import subprocess
 
 import pytest
 from tests.support import command
@@ -224,41 +223,6 @@ def test_a_base_folder_that_was_moved_away_is_1_and_no_new_folder_is_made(make):
   assert process.wait(240) == 1
   assert f"{run.directory} was moved, deleted or replaced during the run" in run.printed
   assert not run.committed_steps()
-
-
-@pytest.mark.soak  # of storage that is repaired during a run
-def test_a_deleted_checkpoint_folder_is_created_again(make):
-  """Also if the folder disappears between a commit and retention, with checkpoints that retention would delete."""
-  run = make(f"steps={ENDLESS}", "checkpoint_period=200", "max_num_checkpoints_to_keep=1")
-  process = run.start()
-  assert command.wait_until(process, lambda: bool(run.committed_steps()))
-  (run.directory / "checkpoints").rename(run.directory / "gone")
-  last = run.last_step
-  assert command.wait_until(process, lambda: max(run.committed_steps(), default=0) >= last + 400), run.printed[-4000:]
-  process.send_signal(signal.SIGTERM)
-  assert process.wait(240) == 42
-
-
-@pytest.mark.soak  # the first test fails to write, and tests/launch/test_full_storage.py fills a disk and resumes
-def test_a_full_disk_is_1_and_the_run_resumes_once_there_is_space(make, tmp_path):
-  disk = tmp_path / "a" / "out"
-  disk.mkdir(parents=True)
-  mount = ["mount", "-t", "tmpfs", "-o", "size=700k", "tmpfs", str(disk)]
-  result = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
-  if result.returncode != 0:
-    pytest.skip(f"mounting a small tmpfs is not permitted here: {result.stderr.strip()}")
-  try:
-    run = make("steps=30", "checkpoint_keep_period=1")
-    assert run.finish() == 1
-    assert "could not be saved" in run.printed and "check space" in run.printed
-    saved = run.committed_steps()
-    assert saved and saved[-1] < 30
-    subprocess.run(["mount", "-o", "remount,size=50m", str(disk)], timeout=30, check=True)
-    assert run.finish() == 0
-    assert run.events("checkpoint_restored")[-1]["step"] == saved[-1]
-    assert sorted(run.losses()) == list(range(1, 31))
-  finally:
-    subprocess.run(["umount", "-l", str(disk)], timeout=30, check=True)
 
 
 def test_a_loss_that_is_not_a_number_is_1_and_is_never_committed(make):

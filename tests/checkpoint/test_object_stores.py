@@ -160,29 +160,3 @@ def test_documents_are_read(bucket, tmp_path):
   printed = run_program(READ_DOCUMENTS, bucket, tmp_path)
   assert f"grain_train_files={bucket[0]}://bucket/none: '{bucket[0]}://bucket/none' has no files" in printed
   assert f"grain_train_files={bucket[0]}://other-bucket/data" in printed
-
-
-CONVERT = """
-import pathlib, sys
-import fsspec
-from tests.support import hf_folders
-from trainer.tools import export_hf, import_hf
-
-folder, scheme = pathlib.Path(sys.argv[1]), sys.argv[2]
-bucket = fsspec.filesystem(scheme)
-tensors = hf_folders.write_folder(folder / "there", hf_folders.model("qwen3-moe"), "bfloat16")
-bucket.put(f"{folder}/there", "bucket/hf", recursive=True)
-assert import_hf.main([f"{scheme}://bucket/hf", f"{scheme}://bucket/runs/imported"]) == 0
-assert export_hf.main([f"{scheme}://bucket/runs/imported", f"{scheme}://bucket/exported"]) == 0
-assert export_hf.main([f"{scheme}://bucket/runs/imported", f"{scheme}://bucket/exported"]) == 2
-bucket.get("bucket/exported", f"{folder}/back", recursive=True)
-back = hf_folders.read_folder(folder / "back")
-assert {name: x.tobytes() for name, x in back.items()} == {name: x.tobytes() for name, x in tensors.items()}
-assert {"config.json", "generation_config.json"} < {path.name for path in folder.glob("back/*")}
-"""
-
-
-@needs.workshop
-@pytest.mark.soak  # of tools; the test above saves to the same storage
-def test_weights_are_imported_and_exported(bucket, tmp_path):
-  assert f"{bucket[0]}://bucket/exported is complete." in run_program(CONVERT, bucket, tmp_path)

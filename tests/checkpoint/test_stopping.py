@@ -14,8 +14,6 @@ from tests.support.command import ROOT, Run
 from tests.support.command_runs import ENDLESS, KEYS, assert_stopped, start_and_train, write_text
 from tests.support.seeds import few
 
-from worlds.addresses import free_port
-
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 
 
@@ -114,23 +112,6 @@ def test_sigterm_in_an_evaluation_saves_at_once_and_the_next_process_evaluates(m
   assert len(run.events("checkpoint_saved")) == 1  # the second process has nothing new to save
   assert run.finish("eval_steps=1") == 0, run.printed[-4000:]
   assert [record["step"] for record in run.records("metrics") if "eval_loss" in record] == [2]
-
-
-@pytest.mark.soak  # test_preemption.py has two processes with a smaller state
-@pytest.mark.parametrize("evaluates", [[], ["eval_interval=3", "eval_steps=100000000"]], ids=["step", "evaluation"])
-def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(make, evaluates):
-  run = make(f"steps={ENDLESS}", "checkpoint_period=1000000", "num_slices=2", *evaluates)
-  # Processes of a JAX world do not share compiled programs: each of the two compiles.
-  world = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
-  processes = [run.start(**world, JAX_PROCESS_ID=str(i)) for i in range(2)]
-  assert command.wait_until(processes[0], lambda: run.last_step >= 3), run.printed[-4000:]
-  processes[1].send_signal(signal.SIGTERM)
-  assert [process.wait(240) for process in processes] == [42, 42], run.printed[-4000:]
-  assert run.committed_steps() == [run.last_step]
-  one = run.finish(
-    "steps=" + str(run.last_step + 2), "eval_steps=1", timeout=240
-  )  # one process continues the run of two
-  assert one == 0, run.printed[-4000:]
 
 
 WRAPPED = {

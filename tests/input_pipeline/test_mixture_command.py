@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tests.support import tfds_dataset
 from tests.support.command import Run
-from tests.support.command_runs import KEYS, start_and_train
+from tests.support.command_runs import KEYS
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore:Sharding info not provided")]
 STEPS = 24
@@ -35,57 +34,6 @@ def write_sources(folder: Path) -> dict[str, dict[str, object]]:
     "jsonl": {"path": f"{folder}/a.jsonl", "grain_file_type": "jsonl", "epochs": 2},
     "text": {"dataset_type": "text", "dataset_path": f"{folder}/a.txt"},
   }
-
-
-@pytest.mark.soak  # test_mixture.py does this without a whole run
-def test_a_mixture_is_killed_resumed_and_changed(tmp_path, server, compiled):
-  sources = write_sources(tmp_path)
-  path = tmp_path / "mixture.yml"
-
-  def weigh(**weights: int) -> None:
-    path.write_text(json.dumps({name: sources[name] | {"weight": weight} for name, weight in weights.items()}))
-
-  keys = [*KEYS, "dataset_type=grain", f"grain_train_mixture_config_path={path}", "vocab_size=258", "packing=best_fit"]
-  keys += [f"dataset_cache_directory={tmp_path}/cache", compiled, "max_target_length=64"]
-  weigh(tfds=4, parquet=3, jsonl=1)
-
-  undisturbed = Run(tmp_path / "undisturbed", keys, server.start)
-  assert undisturbed.finish(f"steps={STEPS}") == 0, undisturbed.printed
-  run = Run(tmp_path / "killed", keys, server.start)
-  process = start_and_train(run, 8, "steps=1000000")
-  process.send_signal(signal.SIGKILL)
-  assert process.wait(60) == -signal.SIGKILL
-  killed_after = run.last_step
-  assert run.finish(f"steps={max(STEPS, killed_after)}") == 0, run.printed
-  (restored,) = [event["step"] for event in run.events("restore") if event["step"]]
-  assert restored > 0
-  assert f"Data: example {2 * restored} is next. The data and the content of the next examples match" in run.printed
-  ours, theirs = run.losses(), undisturbed.losses()
-  assert {step: ours[step] for step in theirs} == theirs
-  examples = {record["step"]: record["examples"] for record in run.records("metrics") if "loss" in record}
-  assert examples[STEPS] == {"tfds": 24, "parquet": 18, "jsonl": 6}
-
-  weigh(tfds=2, text=1, parquet=1)
-  more = f"steps={(last := run.last_step) + 4}"
-  assert run.finish(more) == 2
-  assert "allow_config_change=data" in run.printed
-  assert run.finish(more, "allow_config_change=data") == 0, run.printed
-  before = examples[last]
-  for line in (
-    f"The mixture changes at example {2 * last}.",
-    f"Mixture: tfds continues at its example {before['tfds']}",
-    "Mixture: text is new",
-    f"Mixture: jsonl is removed after {before['jsonl']} examples",
-  ):
-    assert line in run.printed
-  assert run.records("metrics")[-1]["examples"] == {
-    "tfds": before["tfds"] + 4,
-    "text": 2,
-    "parquet": before["parquet"] + 2,
-  }
-  # The next start is an ordinary resume.
-  assert run.finish(f"steps={last + 6}") == 0, run.printed
-  assert run.records("metrics")[-1]["examples"]["tfds"] == before["tfds"] + 6
 
 
 def test_limits_of_epochs_that_end_before_the_run_are_an_error(tmp_path, server, compiled):

@@ -119,67 +119,6 @@ def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, n
   assert run.steps() == list(range(1, run.last_step + 1))
 
 
-@pytest.mark.soak  # a waiting launch and a lost primary have tests
-def test_a_launch_that_waits_does_not_get_in_when_the_primary_changes(compiled, server, tmp_path):
-  """Between the death of a primary and the next primary, no process of the run writes the records."""
-  first = ProcessRun(tmp_path, [compiled, ENDLESS], slices=2, server=server)
-  second = ProcessRun(tmp_path, [compiled, ENDLESS, "autocheckpoint_grace_seconds=600"], slices=2, server=server)
-  second.log = tmp_path / "second.txt"
-  with first.launched() as supervisor:
-    first.wait_for(lambda: first.last_step >= 5, supervisor)
-    with second.launched() as other:
-      second.wait_for(lambda: "Another process is training" in second.printed, other)
-      for member in (0, 1):
-        first.wait_for(lambda: len(first.active()) == 2, supervisor)
-        step = first.last_step
-        supervisor.send_signal(signal.SIGSTOP)  # so that there is no primary for a second
-        assert first.kill(member)
-        time.sleep(1)
-        supervisor.send_signal(signal.SIGCONT)
-        first.wait_for(lambda step=step: first.last_step >= step + 5, supervisor)
-      supervisor.send_signal(signal.SIGTERM)
-      assert supervisor.wait(60) == 42, first.tail()
-      assert first.steps() == list(range(1, first.last_step + 1))
-      step = first.last_step
-      second.wait_for(lambda: second.last_step >= step + 5, other)
-  assert second.steps() == list(range(1, second.last_step + 1))
-
-
-@pytest.mark.soak  # the first test of a second launch has both launches as well
-def test_no_member_leads_while_another_launch_trains(compiled, server, tmp_path):
-  """The first member of the second launch waits for longer than the supervisor waits for members."""
-  first = ProcessRun(tmp_path, [compiled, ENDLESS, "per_device_batch_size=4"], slices=1, server=server)
-  keys = [compiled, ENDLESS, "elastic_timeout_seconds=6", "autocheckpoint_grace_seconds=14"]
-  second = ProcessRun(tmp_path, keys, slices=2, server=server)
-  second.log = tmp_path / "second.txt"
-  with first.launched() as supervisor:
-    first.wait_for(lambda: first.last_step >= 5, supervisor)
-    with second.launched() as other:
-      assert second.wait(other, 60) in (1, 2), second.tail()
-  assert first.steps() == list(range(1, first.last_step + 1))
-  assert "Restoring" not in second.printed and "completed step" not in second.printed
-
-
-CRASHES = signal.SIGABRT, signal.SIGSEGV, signal.SIGKILL
-
-
-@pytest.mark.soak  # test_local.py has a member that fails twice while it starts
-@pytest.mark.parametrize("number", CRASHES)
-def test_a_run_waits_for_a_member_that_crashes_again_and_again_while_it_starts(compiled, server, tmp_path, number):
-  keys = [compiled, ENDLESS, "elastic_min_slice_count=-1", "elastic_timeout_seconds=12"]
-  run = ProcessRun(tmp_path, keys, slices=2, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: len(run.active()) == 2, supervisor)
-    killed = set()
-    while supervisor.poll() is None:
-      if (pid := run.workers().get(1)) not in (None, *killed):
-        run.send(pid, number)
-        killed.add(pid)
-      time.sleep(0.01)
-    assert run.wait(supervisor, 60) == 1, run.tail()
-  assert len(killed) > 3 and "waited 12 s for 2 members; only 1 are there" in run.printed, run.tail()
-
-
 def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
   run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
   with run.launched() as supervisor:
@@ -188,18 +127,3 @@ def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path)
     assert run.wait(supervisor, 30) == 1, run.tail()
   assert re.search(r"Member 1 is lost \(.*\), and elastic_enabled=false", run.printed)
   assert "Starting member" not in run.printed
-
-
-@pytest.mark.soak  # other tests leave and return earlier
-def test_a_member_that_leaves_with_the_last_step_returns_for_the_evaluation(compiled, server, tmp_path):
-  """The others wait for it: elastic_min_slice_count=-1. Steps of seconds; the last one ends when SIGTERM is known."""
-  keys = [compiled, "steps=2", "gradient_accumulation_steps=2000", "elastic_min_slice_count=-1", "eval_interval=2"]
-  run = ProcessRun(tmp_path, [*keys, "eval_steps=1"], slices=2, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 1, supervisor)
-    assert run.kill(0, signal.SIGSTOP) and run.kill(1, signal.SIGTERM)
-    time.sleep(3)  # below the 5 s after which a member that is stopped is lost
-    assert run.kill(0, signal.SIGCONT)
-    assert run.wait(supervisor, 100) == 0, run.tail()
-  assert "with the state of step 2 in memory" in run.printed, run.tail()
-  assert run.steps() == [1, 2] and list(run.evaluations()) == [2]

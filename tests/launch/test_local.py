@@ -6,7 +6,6 @@ The undisturbed run is one process that computes the shares of all slices.
 from __future__ import annotations
 
 import signal
-import time
 
 import numpy as np
 import pytest
@@ -44,24 +43,6 @@ def test_shares_of_three_worlds_train_as_three_slices_of_one_process(undisturbed
   for step in theirs:
     np.testing.assert_allclose(ours[step], theirs[step], rtol=1e-5)
   assert undisturbed.committed_steps() == [STEPS // 2, STEPS]
-
-
-@pytest.mark.soak  # the next test kills two at once
-def test_two_of_three_slices_die_and_the_last_one_goes_on(undisturbed, compiled, server, tmp_path):
-  run = ProcessRun(tmp_path, [*KEYS, compiled], environment=SLOW, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 10, supervisor)
-    first = run.first_primary
-    second = next(member for member in range(3) if member != first)
-    assert run.kill(first)
-    run.wait_for(lambda: run.count("slice_down") == 1, supervisor)
-    assert run.kill(second)
-    assert run.wait(supervisor) == 0, run.tail()
-  check(run, undisturbed)
-  assert [event["slice"] for event in run.events("slice_down")] == [[first], [second]]
-  assert run.count("primary") >= 1  # the others go on with the records
-  for recovery in run.events("recovery"):
-    assert recovery["steps_lost"] == 0 and recovery["compilations"] == 0 and recovery["seconds"] < 10
 
 
 @pytest.mark.slow
@@ -119,69 +100,3 @@ def test_a_slice_with_wrong_sums_is_taken_out_before_they_count_and_stays_away(u
   assert (run.directory / "log.txt").read_text().count("Wrong sums from slice 0") == 1, "also if 0 was the primary"
   assert [(event["slice"], event["step"]) for event in run.events("slice_down")] == [([0], 15)], run.tail()
   assert run.count("slice_up") == 0 and "Starting member 0 again" not in run.printed
-
-
-@pytest.mark.soak  # test_agent.py loses the supervisor, checkpoint/test_kill.py all processes, test_ends.py ends all
-def test_every_end_of_the_whole_run_is_followed_by_the_same_run(undisturbed, compiled, server, tmp_path):
-  """SIGTERM to the supervisor, its loss, and the loss of all processes: the same command continues each time."""
-  run = ProcessRun(tmp_path, [*KEYS, compiled], environment=SLOW, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 10, supervisor)
-    supervisor.send_signal(signal.SIGTERM)
-    assert run.wait(supervisor) == 42, run.tail()
-  stopped = run.last_step
-  assert run.committed_steps() == [stopped] and 10 <= stopped < STEPS
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= stopped + 10, supervisor)
-    assert run.kill(1, signal.SIGSTOP)  # nobody is left who would end it
-    supervisor.send_signal(signal.SIGKILL)
-    supervisor.wait(30)
-    run.wait_for_processes(seconds=60)  # the slices save and end
-  stopped = run.last_step
-  assert run.committed_steps()[-1] == stopped < STEPS
-  check_steps(run, stopped)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= stopped + 3, supervisor)  # all processes are killed at the end of the block
-  assert not run.processes()
-  with run.launched() as supervisor:
-    assert run.wait(supervisor) == 0, run.tail()
-  assert run.evaluations().keys() == undisturbed.evaluations().keys()
-  assert differences(run, undisturbed, STEPS) == []
-
-
-@pytest.mark.soak  # of two faults that have tests of their own
-def test_the_restarted_slice_takes_the_place_of_a_spare_that_hangs(undisturbed, compiled, server, tmp_path):
-  run = ProcessRun(tmp_path, [*KEYS, compiled, WAITS], options=["--spares", "1"], environment=SLOW, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: len(run.active()) == 3, supervisor)
-    (victim, spare) = run.active()[-1], *({0, 1, 2, 3} - set(run.active()))
-    # Without these pauses the run could end before the spare has started. A slice is lost after 5 s of silence.
-    while f"Member {spare} is ready and waits as a spare." not in run.printed:
-      assert run.kill(victim, signal.SIGSTOP), run.tail()
-      time.sleep(1)
-      assert run.kill(victim, signal.SIGCONT)
-    assert run.kill(spare, signal.SIGSTOP)  # nobody waits for it yet
-    assert run.kill(victim)
-    assert run.wait(supervisor) == 0, run.tail()
-  check(run, undisturbed)
-  assert {record["slices"] for record in run.records("metrics") if "loss" in record} == {3}
-  downs, ups = ([event["slice"] for event in run.events(kind)] for kind in ("slice_down", "slice_up"))
-  assert f"Member {spare} is ended: no sign of life for" in run.printed
-  assert (downs, ups) == ([[victim], [spare]], [[spare], [victim]])
-
-
-@pytest.mark.soak  # the other tests have two shares of one micro-batch
-def test_four_shares_of_two_micro_batches_have_the_same_bits_on_two_slices_as_on_one(compiled, server, tmp_path):
-  steps = 30
-  keys = [*KEYS, compiled, f"steps={steps}", "gradient_accumulation_steps=2", "shares_per_slice=4"]
-  keys += ["base_num_decoder_layers=2", "exchange_streams=2", "exchange_network=lo", "grad_reduce_dtype=bfloat16"]
-  single = OneWorker(tmp_path / "one", keys, slices=2, server=server)
-  with single.launched() as worker:
-    assert single.wait(worker) == 0, single.tail()
-  run = ProcessRun(tmp_path / "two", keys, slices=2, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 10, supervisor)
-    assert run.kill(1)
-    assert run.wait(supervisor) == 0, run.tail()
-  check_steps(run, steps)
-  assert differences(run, single, steps) == []

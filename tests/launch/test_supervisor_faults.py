@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import os
 import queue
 import signal
@@ -12,10 +11,8 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
-from end_to_end import process_histories
 from tests.support.command import ROOT, TINY, cpu_environment
 from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
@@ -56,82 +53,6 @@ def test_a_supervisor_that_is_stopped_at_the_start_and_later_loses_no_member(com
     assert run.wait(supervisor, 60) == 42, run.tail()
   assert run.count("slice_down") == 0 and "Starting member" not in run.printed, run.tail()
   assert run.steps() == list(range(1, run.last_step + 1))
-
-
-@pytest.mark.soak  # tests/observe/test_screen.py loses the output of one process
-@pytest.mark.parametrize("how", ["pipe", "full"])
-def test_a_run_whose_output_is_lost_restarts_members_and_notices_hangs(compiled, server, tmp_path, how):
-  keys = [compiled, ENDLESS, "elastic_min_slice_count=1"]
-  run = ProcessRun(tmp_path, keys, slices=2, server=server)
-  with run.piped() as cut:
-    if how == "full":
-      run.output = Path("/dev/full")
-    with run.launched() as supervisor:
-      advances(run, supervisor)
-      cut()
-      assert run.kill(1)
-      run.wait_for(lambda: run.count("slice_up") == 1, supervisor)
-      advances(run, supervisor)
-      assert run.kill(0, signal.SIGSTOP)
-      run.wait_for(lambda: run.count("slice_up") == 2, supervisor)
-      advances(run, supervisor)
-      supervisor.send_signal(signal.SIGTERM)
-      assert run.wait(supervisor, 60) == 42
-  assert [event["slice"] for event in run.events("slice_down")] == [[1], [0]]
-  assert run.steps() == list(range(1, run.last_step + 1)) and run.committed_steps()[-1] == run.last_step
-
-
-@pytest.mark.soak  # of one cause of a pause
-def test_a_reader_that_stops_reading_pauses_the_run_and_loses_no_member(compiled, server, tmp_path):
-  """As with Ctrl-S in a terminal, or `| less`: the primary waits in a print, and the others wait for its sums."""
-  run = ProcessRun(tmp_path, [compiled, ENDLESS, "log_period=1"], slices=2, server=server)
-  run.output = tmp_path / "pipe"
-  os.mkfifo(run.output)
-  reader = os.open(run.output, os.O_RDONLY | os.O_NONBLOCK)
-  fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 4096)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 1, supervisor)
-    os.set_blocking(reader, True)
-    time.sleep(12)
-    paused = run.last_step
-    drain = threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reader, 4096), b"")])
-    drain.start()
-    run.wait_for(lambda: run.last_step >= paused + 5, supervisor)
-    supervisor.send_signal(signal.SIGTERM)
-    assert run.wait(supervisor, 60) == 42
-  drain.join()
-  os.close(reader)
-  assert run.count("slice_down") == 0 and run.steps() == list(range(1, run.last_step + 1))
-
-
-@pytest.mark.soak  # each of these faults has a test of its own here or in test_local.py
-def test_a_history_of_the_launcher_itself(server, tmp_path):
-  """Its output goes away, it is stopped, and its members are killed. `end_to_end.process_histories` has more."""
-  assert process_histories.run_all(tmp_path, 67, 1, server) == 0
-
-
-BROKEN = """
-import sys
-from trainer.launch import local
-from worlds.membership.coordinator import Coordinator
-
-def tick(self):
-  assert not self.committed or int(self.committed.split()[1]) < 5, "an error in the thread that ticks"
-  return []
-
-Coordinator.tick = tick
-sys.exit(local.main())
-"""
-
-
-@pytest.mark.soak  # another error of the supervisor than those of the tests above
-def test_an_error_in_a_thread_of_the_supervisor_ends_the_run_with_its_state(compiled, tmp_path):
-  run = ProcessRun(tmp_path, [compiled, ENDLESS, "gradient_accumulation_steps=20"], slices=2)
-  run.launch = lambda: run.spawn([sys.executable, "-c", BROKEN, "--slices", "2", *run.argv()], {})
-  with run.launched() as supervisor:
-    assert run.wait(supervisor, 100) == 1, run.tail()
-  assert run.printed.count("an error in the thread that ticks") >= 1 and "exit code 1" in run.printed
-  assert run.last_step >= 5 and run.committed_steps()[-1] == run.last_step
 
 
 # ---- workers

@@ -7,7 +7,6 @@ import pty
 import subprocess
 import sys
 import textwrap
-import threading
 from pathlib import Path
 
 import pytest
@@ -86,21 +85,3 @@ def test_a_run_with_a_full_disk_for_its_output_completes(compiled, server, tmp_p
   run.log = Path("/dev/full")
   assert run.finish(timeout=100) == 0
   assert run.committed_steps() == [20]
-
-
-@pytest.mark.soak  # the test above breaks the same output
-def test_a_run_whose_terminal_goes_away_under_the_progress_bar_completes(compiled, tmp_path):
-  run = Run(tmp_path, [*KEYS, compiled, "steps=400"])
-  terminal, screen = pty.openpty()
-  command = [sys.executable, "-m", "trainer", *run.argv()]
-  options = {"stdout": screen, "stderr": subprocess.PIPE, "start_new_session": True, "text": True}
-  with subprocess.Popen(command, env=cpu_environment({"TERM": "xterm"}), **options) as process:
-    os.close(screen)
-    drawn = threading.Thread(target=lambda: [os.read(terminal, 4096) for _ in iter(lambda: run.last_step < 20, False)])
-    drawn.start()
-    drawn.join()
-    os.close(terminal)
-    printed = process.communicate(timeout=100)[1]
-  assert process.returncode == 0, printed
-  assert run.committed_steps() == [400] and "Traceback" not in printed
-  assert "completed step: 400" in (run.directory / "log.txt").read_text()

@@ -7,7 +7,6 @@ import pathlib
 import re
 
 import kubernetes_validate
-import pytest
 import yaml
 from tests.pages.test_code_blocks import blocks, literals, split
 from tests.pages.test_pages import section
@@ -67,40 +66,3 @@ def test_kubernetes_and_the_launchers_accept_the_objects_for_gpu_clusters():
     assert {"FailJob", "FailIndex"} >= codes.keys() and any(1 in values for values in codes.values())
     # Evictions do not count. The rules are tried in order, so that an evicted pod with code 2 still fails the Job.
     assert rules[-1] == {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.soak
-def test_the_tutorial_trains_on_a_text_and_compares_two_runs(server, tmp_path, monkeypatch, capsys):
-  """Its commands with two steps. tests/launch has runs of several processes."""
-  from trainer.tools import report  # here: a fork may have deleted it
-
-  page = DOCS / "tutorial.md"
-  (my_run,) = (text for language, text in blocks(page) if language == "yaml")
-  texts = [text for language, text in blocks(page) if not language]
-  commands = [line.split() for text in texts for line in re.sub(r" *\\\n *", " ", text).splitlines()]
-  monkeypatch.chdir(tmp_path)
-  pathlib.Path("my_run.yml").write_text(my_run)
-  pathlib.Path("my_text").mkdir()
-  for file in (ROOT / "README.md", DOCS / "elastic.md", DOCS / "data.md"):
-    (pathlib.Path("my_text") / file.name).write_text(file.read_text())
-  two = ["steps=2", "eval_interval=1", "eval_steps=1", "checkpoint_period=2"]
-  two += ["enable_report=false"]  # a command of the page writes it
-  two += [f"base_output_directory={tmp_path}/runs", f"dataset_cache_directory={tmp_path}/cache"]
-  two += [f"dataset_path={tmp_path}/my_text", f"jax_cache_dir={tmp_path}/compiled"]
-  trained = []
-  for words in commands:
-    module, arguments = (words[words.index("-m") + 1], words[words.index("-m") + 2 :]) if "-m" in words else ("", [])
-    if module == "trainer" and "--print-config" in arguments:
-      load([word for word in arguments if not word.startswith("--")])
-    elif module == "trainer":
-      log = tmp_path / f"log_{len(trained)}.txt"
-      assert server.start([str(tmp_path / "my_run.yml"), *arguments[1:], *two], {}, log).wait(500) == 0, log.read_text()
-      trained.append(log.read_text())
-    elif module == "trainer.tools.report":
-      assert report.main(arguments) == 0, capsys.readouterr().err
-  assert (
-    len(trained) == 2 and pathlib.Path("comparison.html").exists() and pathlib.Path("runs/mine/report.html").exists()
-  )
-  for line in ("Losses to beat: ", "completed step: 2, ", "eval at step 2: loss ", "--- sample after step 2 ---"):
-    assert line in trained[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import numpy as np
@@ -11,7 +10,6 @@ import pytest
 from jax.sharding import PartitionSpec
 from tests.kernels.test_attention import mesh_of
 from tests.program.test_share_sums import compile_sums, sums
-from tests.program.test_step import ROWS, assert_close, config, reference, run
 
 from trainer.kernels import attention
 from trainer.kernels.attention_xla import dot_product
@@ -49,17 +47,6 @@ def test_both_orders_inside_a_region_manual_over_data():
   move = functools.partial(zigzag.spread, mesh)
   moved = jax.shard_map(move, mesh=mesh, axis_names={"data"}, in_specs=spec, out_specs=spec, check_vma=False)
   np.testing.assert_array_equal(jax.jit(moved)(x), x[:, zigzag.positions(2, 8)])
-
-
-@pytest.mark.soak  # the sums of the test below, and the rest of the step does not depend on the order
-@pytest.mark.parametrize("where, context", [((1, 4), 4), ((2, 4), 2)])
-def test_a_step_in_zigzag_order_equals_the_reference(where, context, monkeypatch):
-  """One in natural order on one device."""
-  expected = reference()
-  monkeypatch.setattr(attention, "choose", in_zigzag)
-  parallelism = {"ici_context_parallelism": context, "ici_tensor_parallelism": where[1] // context}
-  cfg = config(data={"per_device_batch_size": ROWS / math.prod(where)}, parallelism=parallelism)
-  assert_close(run(cfg, where), expected, 5e-6)
 
 
 def test_the_sums_of_a_share_in_several_programs_in_zigzag_order(monkeypatch):

@@ -16,7 +16,6 @@ TINY = (
   "base_num_decoder_layers=2 base_num_query_heads=2 base_num_kv_heads=1 base_mlp_dim=256 head_dim=128 vocab_size=512 "
   "max_target_length=128 per_device_batch_size=1"
 ).split()
-AUTO = ["remat_policy=auto", "jax_cache_dir="]
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -265,22 +265,6 @@ def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(chosen
   assert json.loads(entry.read_text())[0] == best
 
 
-@pytest.mark.soak  # a property of the compiler, which a new version of it could change
-@needs.libtpu
-def test_little_optimization_changes_memory_but_not_flops_or_communication():
-  from stepcost import topologies
-
-  slices = topologies.devices(topologies.resolve("v5e-4"), 1)
-  quick = analysis.analyse(config.load([*TINY, *STEP]), slices, 2)
-  full = analysis.analyse(config.load([*TINY, *STEP]), slices, 2, quickly=False)
-  assert isinstance(quick, analysis.Analysis) and isinstance(full, analysis.Analysis)
-  assert full.optimized and not quick.optimized
-  assert quick.memory.arguments == full.memory.arguments
-  assert quick.memory.temporaries > full.memory.temporaries
-  assert quick.costs.flops_by_type == full.costs.flops_by_type
-  assert sum(c.sent for c in quick.collectives) == pytest.approx(sum(c.sent for c in full.collectives), rel=0.1)
-
-
 @pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
 @pytest.mark.parametrize("total, quickly, quick", [(2, True, True), (2, False, False), (1, True, False)])
 def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimization(

@@ -6,8 +6,6 @@ import types
 
 import jax
 import pytest
-import yaml
-from tests.support.command import Run
 
 from stepcost import chips
 from trainer import config as config_lib
@@ -15,10 +13,9 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
-from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice, report
 from trainer.preflight.analysis import Memory, Refused
-from trainer.preflight.remat_choice import CANDIDATES, FIXED_ORDER, WITH_INPUTS_ON_HOST
+from trainer.preflight.remat_choice import CANDIDATES, WITH_INPUTS_ON_HOST
 from trainer.world import SingleWorld
 
 KEYS = (
@@ -164,24 +161,6 @@ def resolve(config, cluster):
   return resolved.model.remat_policy, line, notes
 
 
-@pytest.mark.soak  # the tests above choose without compiling, test_preflight.py for a TPU
-def test_on_cpus_the_first_in_the_order_that_fits(cluster, monkeypatch):
-  """With real compiled steps: memory for everything, and memory for exactly the step with the least memory."""
-  order = RematPolicy.NONE, RematPolicy.FULL
-  monkeypatch.setattr(remat_choice, "FIXED_ORDER", {"cpu": order})
-  real = analysis.analyse
-  compiled = {policy: real(load(f"remat_policy={policy}"), list(cluster.slices.values()), 2) for policy in order}
-  monkeypatch.setattr(analysis, "analyse", lambda config, slices, total: compiled[config.model.remat_policy])
-  none, full = (found.memory.total for found in compiled.values())
-  for each, chosen in ((none, "none"), (none - 1, "full"), (full, "full")):
-    monkeypatch.setattr(memory, "of_host", lambda each=each: 2 * each)
-    policy, line, _ = resolve(load(), cluster)
-    assert policy == chosen
-    assert line == f"remat_policy=auto: {chosen}, the first policy that fits, in the order for cpus: none, full"
-  monkeypatch.setattr(memory, "of_host", lambda: 2 * full - 2)
-  assert resolve(load(), cluster)[1].startswith("remat_policy=auto: full, which needs the least memory; no policy fits")
-
-
 @pytest.fixture
 def chooses(monkeypatch):
   """choose() returns the policies of this list, one after the other, with `custom`, and compiles nothing."""
@@ -271,28 +250,3 @@ def test_a_run_keeps_a_policy_that_auto_can_have_chosen(cluster, chooses, tmp_pa
   (tmp_path / "run" / "config.yml").write_text("[")
   with pytest.raises(ConfigError, match="line 1: not valid YAML"):
     resolve(config, cluster)
-
-
-@pytest.mark.soak  # the choice and the resume have tests of their own
-def test_a_run_keeps_its_policy_through_a_lost_slice_and_a_resume(server, tmp_path):
-  """The resume finds a cache that says otherwise."""
-  keys = (
-    "dataset_type=synthetic vocab_size=64 opt_type=sgd remat_policy=auto elastic_enabled=true "
-    "elastic_min_slice_count=1 fault_injection=slice_down@3:1 learning_rate_schedule_steps=100 "
-    f"jax_cache_dir={tmp_path}/cache"
-  )
-  run = Run(tmp_path, keys.split(), server.start)
-  assert run.finish("steps=5") == 0, run.printed
-  assert len(run.events("recovery")) == 1 and run.last_step == 5
-  chosen = FIXED_ORDER["cpu"][0]
-  assert run.printed.count("remat_policy=auto: ") == 2, "the compilation is announced, and the choice is logged"
-  assert (run.directory / "log.txt").read_text().count(f"remat_policy=auto: {chosen}, the first policy that fits") == 1
-  assert yaml.safe_load((run.directory / "config.yml").read_text())["remat_policy"] == chosen
-  (entry,) = (tmp_path / "cache").glob("remat_policy-*.json")
-  entry.write_text('["save_qkv_proj", "another reason", ""]')
-  run.log.unlink()
-  assert run.finish("steps=7", "fault_injection=") == 0, run.printed
-  assert f"remat_policy=auto: {chosen}, as at an earlier start of this run" in run.printed
-  assert "remat_policy: " not in run.printed, "a changed policy would be logged as a change since the checkpoint"
-  assert [event["config"]["remat_policy"] for event in run.events("run_start")] == [chosen, chosen]
-  assert run.last_step == 7

@@ -78,26 +78,6 @@ def test_sharded_equals_unsharded(name):
   assert_same_as_one_device(test_step.two_steps(cfg, built))
 
 
-@pytest.mark.soak  # tests/kernels compare the matmuls, test_step.py trains in 8 bits
-def test_quantized_experts_train_close_to_plain_experts():
-  where, parallelism = MESHES["shared, tensor"]
-  data = {"per_device_batch_size": ROWS / math.prod(where)}
-  metrics, _ = test_step.run(config(model=BIASED | {"quantization": "int8"}, data=data, parallelism=parallelism), where)
-  for ours, plain in zip(metrics, reference()[0], strict=True):
-    assert ours["loss"] != plain["loss"] and ours["loss"] == pytest.approx(plain["loss"], rel=2e-3)
-    assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
-
-
-@pytest.mark.soak  # other tests have experts in parts, for the same reason
-def test_experts_that_do_not_divide_over_the_devices():
-  """AdamW divides a gradient by its own size, so that one of almost 0 moves its weight by a rounding error of it."""
-  model = MOE | {"num_experts": 3}
-  metrics, got = test_step.run(config(model=model, data={"per_device_batch_size": ROWS / 2}), (1, 2))
-  expected_metrics, expected = test_step.run(config(model=model))
-  assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in expected_metrics], rel=1e-6)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), got.params, expected.params)
-
-
 # (slices, devices of each), rows per device, gradient_accumulation_steps, slices of the whole run. Three of four slices
 # have two micro-batches, the second with padding: the load of the experts is that of the whole batch.
 DIVISIONS = (((1, 1), ROWS / 4, 4, 1), ((3, 2), ROWS / 8, 1, 4))

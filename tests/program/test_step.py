@@ -321,21 +321,6 @@ MESHES = {
 }
 
 
-@pytest.mark.soak  # the test of muon below has the mesh "all", and test_experts_step.py AdamW in three of four slices
-@pytest.mark.parametrize("name", ["all", "fsdp-across"])
-def test_sharded_equals_unsharded(name, by_rows):
-  """And several micro-batches in sequence equal one. See below for more meshes, with other optimizers and models.
-
-  Four slices: with adafactor, and three of them with adamw.
-  """
-  where, parallelism = MESHES[name]
-  micro_batches = 2 if name == "fsdp-across" else 1
-  rows = {"per_device_batch_size": ROWS / math.prod(where) / micro_batches}
-  accumulation = {"gradient_accumulation_steps": micro_batches}
-  assert_close(run(config(data=rows, parallelism=parallelism, optimizer=accumulation), where), reference(), 5e-6)
-  assert any(by_rows) == (name != "fsdp-across")
-
-
 @pytest.mark.parametrize("wide_units", few([True], [False, True]))
 def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide_units, monkeypatch):
   """Gate and up are one matmul; on chips with wide units they are two. Some slices gather weights in two stages:
@@ -431,24 +416,6 @@ def test_neighbours_that_gather_rows_of_the_head_exchange_fewer_tokens(monkeypat
   assert set(gathered) == {str(ROWS // 2)}
 
 
-@pytest.mark.soak  # the test above has neighbours that gather rows
-def test_neighbours_that_have_the_whole_head_give_the_same_loss(monkeypatch):
-  """Two neighbours that are all of fsdp, in one of four slices."""
-  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
-  assert_close(run(config(data={"per_device_batch_size": 2}), (1, 2), total=4), reference(), 5e-6)
-
-
-@pytest.mark.soak  # the tests above have each of these forms alone
-def test_neighbours_in_several_slices_give_the_same_loss_and_weights(monkeypatch):
-  """Two neighbours of the four along fsdp, for the loss of a padded and tied head and for gathers in two stages."""
-  monkeypatch.setattr(program.sharding, "head_neighbours", lambda *_: 2)
-  monkeypatch.setattr(program.sharding, "first_stage", lambda mesh, width: mesh.shape["fsdp"] // 2)
-  cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
-  built = compiled(cfg, (2, 4))
-  assert built.program.model.kernels.project.first_stage == 2
-  assert_close(two_steps(cfg, built), tied_reference(), 5e-6)
-
-
 def test_quantized_training_is_close_to_plain_training():
   where, parallelism = MESHES["all"]
   data = {"per_device_batch_size": ROWS / math.prod(where)}
@@ -458,13 +425,6 @@ def test_quantized_training_is_close_to_plain_training():
     assert ours["grad_norm"] == pytest.approx(plain["grad_norm"], rel=0.02)
 
 
-@pytest.mark.soak  # test_experts_step.py has the same with experts
-def test_three_of_four_slices_train_on_the_same_batch(by_rows):
-  """See above for one of four slices."""
-  assert_close(run(config(data={"per_device_batch_size": 2}), (3, 2), total=4), reference(), 5e-6)
-  assert any(by_rows)
-
-
 @pytest.mark.parametrize("name", few(["all"], ["all", "data-inside"]))
 def test_muon_sharded_equals_muon_unsharded(name, by_rows):
   where, parallelism = MESHES[name]
@@ -472,25 +432,6 @@ def test_muon_sharded_equals_muon_unsharded(name, by_rows):
   cfg = config(model=TABLE, data=data, parallelism=parallelism, optimizer={"opt_type": "muon"})
   assert_close(run(cfg, where), muon_reference(), 5e-6)
   assert by_rows and not any(by_rows)
-
-
-@pytest.mark.soak  # test_sharded_equals_unsharded compares the results
-def test_adafactors_averages_are_sharded_like_their_weights():
-  """The averages over query heads keep the width and the head size, so they are large. Other weights have none.
-
-  And with adafactor, too, the step on several devices equals the step on one device.
-  """
-  wide = {"base_emb_dim": 256, "base_num_query_heads": 128, "base_num_kv_heads": 128}
-  on = lambda where: config(
-    model=wide, data={"per_device_batch_size": ROWS / math.prod(where)}, optimizer={"opt_type": "adafactor"}
-  )
-  where, _ = MESHES["fsdp"]
-  state = program.build(on(where), slices(where), 1).state
-  shards = [(leaf.shape, leaf.sharding.shard_shape(leaf.shape)) for leaf in jax.tree.leaves(state.opt_state)]
-  of_inputs, of_output = ((2, 256, 8), (2, 32, 8)), ((2, 8, 256), (2, 8, 32))
-  assert shards.count(of_inputs) == 3 and shards.count(of_output) == 1
-  where, _ = MESHES["slices"]
-  assert_close(run(on(where), where), run(on((1, 1))), 5e-6)
 
 
 REDUCED = {
@@ -523,15 +464,6 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice(by_rows):
   for ours, theirs, start in zip(jax.tree.leaves(state.params), jax.tree.leaves(wanted.params), before, strict=True):
     # Sums in another order would differ far less.
     assert 2**-12 < np.linalg.norm(ours - theirs) / np.linalg.norm(theirs - start) < 2**-7
-
-
-@pytest.mark.soak  # the test of neighbours has a padded vocabulary on 8 devices, other tests on 2
-def test_a_vocabulary_that_does_not_divide_is_padded_for_the_loss_only():
-  """And the step with SGD on 8 shards equals the step on one device."""
-  cfg = config(model=TIED, data={"per_device_batch_size": ROWS / 8}, optimizer={"opt_type": "sgd"})
-  got = run(cfg, (1, 8))
-  assert got[1].params["embedding"].shape == (513, 32)
-  assert_close(got, tied_reference(), 5e-6)
 
 
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
@@ -620,27 +552,6 @@ def in_bfloat16() -> tuple[list, TrainState]:
 BFLOAT16 = {"dtype": "bfloat16", "weight_dtype": "bfloat16"}
 
 
-@pytest.mark.soak  # other tests compare bfloat16 weights, and losses in bfloat16, with float32 after two steps
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_bfloat16_weights_learn_as_float32_ones_do(optimizer):
-  """At a rate that bfloat16's 8 bits can hold: losses within 1 %, and the weights go as far, within 5 %."""
-  muon = {"model": TABLE, "optimizer": {"opt_type": "muon"}}
-  if optimizer == "muon":
-    exact, rounded = config(**muon), config(**muon | {"model": TABLE | {"weight_dtype": "bfloat16"}})
-    runs = muon_reference(), run(rounded)
-  else:
-    exact, rounded = config(), config(model=BFLOAT16)
-    runs = reference(), in_bfloat16()
-  losses, distances = [], []
-  for cfg, (metrics, state) in zip((exact, rounded), runs, strict=True):
-    first = fresh(cfg)
-    apart = jax.tree.map(lambda a, b: np.abs(np.float32(a) - np.float32(b)).sum(), state.params, first.params)
-    losses.append([one["loss"] for one in metrics])
-    distances.append(sum(jax.tree.leaves(apart)))
-  np.testing.assert_allclose(*losses, rtol=1e-2)
-  np.testing.assert_allclose(*distances, rtol=5e-2)
-
-
 def test_a_frequent_tokens_gradient_adds_up_whatever_the_type_of_the_weights():
   """4,096 rows of 1: in bfloat16 they would add up to 256."""
   tokens = jnp.zeros((16, 256), jnp.int32)
@@ -664,12 +575,3 @@ def test_bfloat16_compute_keeps_float32_weights_and_loss():
   with jax.set_mesh(prog.mesh):
     loss, _ = prog.evaluate(fresh(config()).params, (jax.tree.map(lambda x: x[None], packed_batch()),))
   assert loss.dtype == jnp.float32 and float(loss) == pytest.approx(float(plain_gradients().loss), rel=2e-2)
-
-
-@pytest.mark.soak  # the test above computes in bfloat16, and others on shards
-def test_bfloat16_compute_on_shards():
-  """XLA's CPU compiler aborts on a sum in bfloat16 over fsdp."""
-  changes = {"data": {"per_device_batch_size": ROWS / 4}, "parallelism": {"ici_context_parallelism": 2}}
-  for ours, theirs in zip(run(config(model=BFLOAT16, **changes), (1, 4))[0], in_bfloat16()[0], strict=True):
-    assert ours["loss"] == pytest.approx(theirs["loss"], rel=2e-3)
-    assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)

@@ -67,20 +67,6 @@ def test_the_losses_of_named_sets_are_those_of_the_sets_alone(both, server, comp
   assert found[-1]["eval_losses"]["far"] > found[-1]["eval_losses"]["near"] + 0.1
 
 
-@pytest.mark.soak  # tests/elastic/test_adversity.py has one set
-def test_a_slice_lost_in_an_evaluation_of_several_sets_costs_no_loss(both, server, compiled):
-  folder, run = both
-  faults = "elastic_enabled=true num_slices=2 per_device_batch_size=1 fault_injection=slice_down@4:1:eval"
-  keys = [*keys_of(folder, compiled), f"eval_sets={folder}/sets.json", *faults.split()]
-  lost = Run(folder / "lost", keys, server.start)
-  assert lost.finish() == 0, lost.printed
-  assert lost.events("fault_injected") and lost.events("recovery")
-  want, found = evaluations(run), evaluations(lost)
-  assert [record["step"] for record in found] == [record["step"] for record in want]
-  for record, other in zip(found, want, strict=True):
-    assert record["eval_losses"] == pytest.approx(other["eval_losses"], rel=1e-5)
-
-
 def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   folder, run = both
   losses = {record["step"]: record["eval_losses"]["far"] for record in evaluations(run)}
@@ -102,22 +88,6 @@ def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   assert early.records("metrics") == before and early.committed_steps() == [5, 6]
   assert early.finish() == 0, early.printed  # without the target, the run goes on
   assert early.losses() == run.losses()
-
-
-@pytest.mark.soak  # the other tests evaluate each set once
-def test_sets_that_are_added_to_a_complete_run_are_evaluated_once(both, server, compiled):
-  folder, evaluated = both
-  run = Run(folder / "added", [*keys_of(folder, compiled), f"grain_eval_files={folder}/near.jsonl"], server.start)
-  assert run.finish() == 0, run.printed
-  before, steps = evaluations(run), run.committed_steps()
-  sets = f"eval_sets={folder}/sets.json"
-  for _ in range(2):
-    assert run.finish(sets) == 0, run.printed
-    (added,) = evaluations(run)[len(before) :]
-    assert added["step"] == STEPS and added["eval_loss"] == before[-1]["eval_loss"]
-    assert added["eval_losses"] == {"eval": added["eval_loss"], **evaluations(evaluated)[-1]["eval_losses"]}
-  assert run.committed_steps() == steps
-  assert run.printed.count("evaluating now") == 1
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 `python -m tests.support.forked_runs` reads requests as lines of JSON. For {"module", "argv", "environment", "log"} it
 forks a process in which runpy runs the module as `python -m` does, and answers with its id. {"wait": id} is answered by
-the wait status or null, {"cpu_seconds": true} by a number. JAX is imported before the fork and used only after it.
+the wait status or null. JAX is imported before the fork and used only after it.
 
 A launcher (`trainer.launch.local` or `agent`) has a forking process of its own, so that its workers are forked too.
 """
@@ -53,10 +53,6 @@ class Server:
   def run(self, module: str, argv: Sequence[str], changes: Mapping[str, str], log: Path) -> Forked:
     """Starts `python -m module *argv`, with `changes` to the environment. Its output is appended to the file `log`."""
     return Forked(self, self.ask(module=module, argv=list(argv), environment=dict(changes), log=str(log)))
-
-  def cpu_seconds(self) -> float:
-    """CPU time of the forking process, and of those that it has forked, that have ended and been waited for."""
-    return float(self.ask(cpu_seconds=True))
 
 
 class StandaloneServer(Server):
@@ -122,8 +118,6 @@ def serve(requests: IO[str], answers: IO[str], *, orphans: bool) -> None:
         ended[found[0]] = found[1]
     if "wait" in request:
       answers.write(json.dumps(ended.pop(request["wait"], None)) + "\n")
-    elif "cpu_seconds" in request:
-      answers.write(f"{sum(os.times()[:4])}\n")
     elif pid := os.fork():
       ended.pop(pid, None)  # of an earlier process with this id
       answers.write(f"{pid}\n")

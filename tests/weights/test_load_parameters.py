@@ -11,10 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from tests.support import hf_folders
-from tests.support.command import Run, differences
+from tests.support.command import Run
 from tests.support.hf_folders import RUN_KEYS, RUN_SIZES
-from tests.support.process_runs import ProcessRun
-from tests.support.two_hosts import COPIES, PERIOD
 
 from input_pipeline.loader import make_loader
 from trainer.config import load
@@ -79,30 +77,6 @@ def test_a_run_starts_from_a_hugging_face_folder_and_a_resume_ignores_it(make, t
   assert other.start().wait(240) == 0, other.printed[-4000:]
   assert first_loss(other) == pytest.approx(expected_loss(other, older), rel=1e-5)
   assert expected_loss(other, run.directory) != pytest.approx(expected_loss(other, older), rel=1e-5)
-
-
-@pytest.mark.soak  # a folder and local copies have tests of their own
-def test_slices_that_are_processes_start_from_a_folder_and_later_from_their_copies(compiled, server, tmp_path):
-  """One member is killed, then all. The folder is gone when they return: the local copies have the newest state."""
-  hf, steps = tmp_path / "hf", 40
-  hf_folders.write_folder(hf, hf_folders.model("qwen3", **RUN_SIZES))
-  keys = [*(f"{key}={value}" for key, value in RUN_SIZES.items()), f"load_parameters_path={hf}", compiled]
-  keys += [f"steps={steps}", f"checkpoint_period={steps}"]
-  undisturbed = ProcessRun(tmp_path / "undisturbed", keys, server=server)
-  with undisturbed.launched() as supervisor:
-    assert undisturbed.wait(supervisor) == 0, undisturbed.tail()
-  copies = [*COPIES, f"local_checkpoint_directory={tmp_path / 'run' / 'ram'}"]
-  run = ProcessRun(tmp_path / "run", [*keys, *copies], server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 2, supervisor)
-    assert run.kill(run.first_primary)
-    run.wait_for(lambda: run.count("slice_down") == 1 and run.last_step >= 4 * PERIOD, supervisor)
-  assert first_loss(run) == pytest.approx(expected_loss(run, hf, rows=6), rel=1e-5)
-  shutil.rmtree(hf)
-  with run.launched() as supervisor:
-    assert run.wait(supervisor) == 0, run.tail()
-  assert [event["tier"] for event in run.events("restore") if event["step"] > 0] == ["emergency"], run.tail()
-  assert differences(run, undisturbed, steps) == []
 
 
 def test_parameters_that_do_not_fit_are_refused_before_a_folder_exists(make, tmp_path):

@@ -6,7 +6,6 @@ import types
 
 import jax
 import numpy as np
-import pytest
 
 from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.schema import Config
@@ -30,10 +29,6 @@ def config(**parallelism) -> Config:
   )
 
 
-PARALLELISM = {
-  "fsdp": {},
-  "tensor and context": {"ici_tensor_parallelism": 2, "ici_context_parallelism": 2, "ici_fsdp_parallelism": 1},
-}
 PROMPTS = ["def f(", "x" * 200]
 
 
@@ -41,22 +36,6 @@ def samples(prog: program.Program) -> list[str]:
   """The text after each of PROMPTS, made on one device by a new model of `prog`."""
   params = jax.device_put(prog.init(jax.random.key(0)).params, jax.devices()[0])
   return [generate.continue_text(prog.model, params, ByteTokenizer(), prompt, tokens=12) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def samples_of_one_device() -> list[str]:
-  return samples(program.build(config(), [jax.devices()[:1]], 1))
-
-
-@pytest.mark.soak  # test_mesh.py and test_step.py train on these meshes, tests/weights/test_generate.py makes texts
-@pytest.mark.parametrize("mesh", PARALLELISM)
-def test_a_model_trained_on_any_mesh_is_sampled_on_one_device(samples_of_one_device, mesh):
-  """Sampling has other lengths, batches and devices than training, for which the flash kernel was chosen."""
-  cpus = jax.devices()
-  prog = program.build(config(**PARALLELISM[mesh]), [cpus[:4], cpus[4:]], 2)
-  assert prog.attention.name == "flash"
-  texts = samples(prog)
-  assert all(texts) and texts == samples_of_one_device
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:

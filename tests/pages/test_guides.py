@@ -9,23 +9,13 @@ import re
 import kubernetes_validate
 import yaml
 from tests.pages.test_code_blocks import blocks, literals, split
-from tests.pages.test_pages import section
 from tests.support import needs
 
-from trainer.config.keys import all_keys
 from trainer.config.load import load
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 SOURCE = sorted((ROOT / "src").rglob("*.py"))
-
-
-def test_every_key_that_replaces_one_of_another_trainer_exists():
-  table = section((DOCS / "coming_from.md").read_text(), "torchtitan")
-  ours = {
-    key for row in re.findall(r"^\| `.*\| (.*) \|$", table, flags=re.MULTILINE) for key in re.findall(r"`(\w+)`", row)
-  }
-  assert len(ours) > 30 and ours <= all_keys().keys(), ours - all_keys().keys()
 
 
 def test_the_page_about_a_new_jax_has_every_unstable_part_that_the_code_imports():

@@ -6,7 +6,7 @@
 #   bash setup.sh --tpu        and libtpu
 #   bash setup.sh --gpu        and CUDA 13 for NVIDIA GPUs
 #   bash setup.sh --arrow      and the extra arrow of pyproject.toml; in the same way gcs, goodput,
-#                              prometheus, ray, receipt, s3, standin, tfds, wandb
+#                              prometheus, ray, s3, standin, tfds, wandb
 #   --python 3.12 | PATH       this interpreter, not the newest suitable one that is found
 #   --venv DIR                 another folder than .venv
 #
@@ -29,7 +29,7 @@ fail() {
 
 while [ $# -gt 0 ]; do
   case "$1" in
-    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --prometheus | --ray | --receipt | --s3 | --standin | --tfds | --wandb)
+    --dev | --tpu | --gpu | --arrow | --gcs | --goodput | --prometheus | --ray | --s3 | --standin | --tfds | --wandb)
       extras="$extras ${1#--}"
       ;;
     --python | --venv)

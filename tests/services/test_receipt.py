@@ -15,7 +15,6 @@ from input_pipeline.loader import loader_of
 from input_pipeline.options import DataOptions
 from input_pipeline.source import Source
 from trainer.checkpoint.arrays import fingerprint
-from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.observe import events, files, metrics
 from trainer.services import receipt
@@ -40,23 +39,10 @@ def loader(source: Source | None = None):
   return loader_of(cfg, source or Fresh(), vocab_size=9, global_batch_size=4)
 
 
-@pytest.fixture
-def key(tmp_path):
-  """(file of a private key, of its public key)."""
-  pytest.importorskip("cryptography")
-  from cryptography.hazmat.primitives import serialization as to
-  from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-  made, private, public = Ed25519PrivateKey.generate(), tmp_path / "private.pem", tmp_path / "public.pem"
-  private.write_bytes(made.private_bytes(to.Encoding.PEM, to.PrivateFormat.PKCS8, to.NoEncryption()))
-  public.write_bytes(made.public_key().public_bytes(to.Encoding.PEM, to.PublicFormat.SubjectPublicKeyInfo))
-  return private, public
-
-
 class Process:
   """A process of a run: its metrics, with a receipt as their recorder."""
 
-  def __init__(self, folder, key=None, is_primary=True, in_thread=False):
+  def __init__(self, folder, is_primary=True, in_thread=False):
     self.folder = folder
     device = types.SimpleNamespace(platform="cpu", device_kind="cpu")
     cluster = types.SimpleNamespace(
@@ -75,7 +61,7 @@ class Process:
       run_id="1",
       log=types.SimpleNamespace(warning=warnings.append),
     )
-    recorders = lambda: [receipt.Writer(run, receipt.private_key(str(key)) if key else None)]
+    recorders = lambda: [receipt.Writer(run)]
     self.metrics = metrics.Metrics(str(folder), log, is_primary=is_primary, recorders=recorders, in_thread=in_thread)
 
   def steps(self, *steps: int, loss: float = 2.5):
@@ -106,7 +92,7 @@ def written(tmp_path):
 
 def test_a_line_has_the_bits_of_its_step_and_says_who_computed_it(written):
   head, first, *_ = lines_of(written)
-  assert head["after"] == 0 and head["level"] == ["self-attested"] and head["config"]["run_name"] == "run"
+  assert head["after"] == 0 and head["config"]["run_name"] == "run"
   assert first["loss"] == np.float32(3.5).view(np.uint32).item().to_bytes(4, "big").hex()
   assert first["computed"] == {"0": [[0, 4]]} and first["examples"] == "ab"
   assert "state" not in first and lines_of(written)[3]["state"] == {"params.w": "0" * 16}
@@ -139,16 +125,6 @@ def test_lines_that_are_removed_added_or_moved_are_found(written, change):
   assert receipt.check(lines)[1] == [] and receipt.check(change(lines))[1]
 
 
-def forged(lines: list[bytes]) -> list[bytes]:
-  """The lines with another loss in step 2, and new hashes from there on."""
-  prev, new = "", []
-  for raw in lines:
-    fields = {name: x for name, x in json.loads(raw).items() if name not in ("hash", "signature", "prev")}
-    line, prev = receipt.sealed(fields | ({"loss": "00000000"} if fields.get("step") == 2 else {}), prev)
-    new.append(f"{line}\n".encode())
-  return new
-
-
 @pytest.mark.parametrize("wrong", [{"loss": "zz"}, {"loss": None}, {"state": "no"}, {"examples": 7}])
 def test_a_line_that_no_program_writes_is_found_though_its_hash_is_right(written, wrong):
   first, second, *_ = receipt.read(str(written))
@@ -156,28 +132,6 @@ def test_a_line_that_no_program_writes_is_found_though_its_hash_is_right(written
   assert receipt.check([first, f"{line}\n".encode()])[1] and receipt.check([first, second])[1] == []
   bare, _ = receipt.sealed({"after": 0}, "")
   assert "it lacks fields" in receipt.check([f"{bare}\n".encode()])[1][0]
-
-
-def test_only_a_signature_tells_a_forged_receipt(tmp_path, written, key):
-  assert receipt.check(forged(list(receipt.read(str(written)))))[1] == []  # self-attested: docs/trust.md says so
-  Process(tmp_path / "signed", key[0]).steps(1, 2, 3).metrics.close()
-  lines = list(receipt.read(str(tmp_path / "signed")))
-  public = receipt.public_key(str(key[1]))
-  assert json.loads(lines[0])["level"] == ["signed"]
-  assert receipt.check(lines, public)[1] == receipt.check(lines, receipt.public_key(receipt.raw_hex(public)))[1] == []
-  assert receipt.check(lines, receipt.public_key("0" * 63 + "1"))[1] == [
-    f"{receipt.FILE}, line 1: it is not signed with this key"
-  ]
-  assert receipt.check(forged(lines), public)[1]
-  signature = json.loads(lines[1])["signature"]
-  assert receipt.check([lines[0], lines[1].replace(signature.encode(), b"00"), *lines[2:]], public)[1]
-
-
-def test_a_key_that_cannot_be_used_is_refused(tmp_path):
-  (tmp_path / "key").write_text("no key")
-  for path in (tmp_path / "key", tmp_path / "none"):
-    with pytest.raises(ConfigError, match=r"cannot be read.*\nMake one with `openssl genpkey"):
-      receipt.private_key(str(path))
 
 
 # ---- one line for each step

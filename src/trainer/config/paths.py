@@ -34,8 +34,6 @@ def extras(observe: ObserveSection) -> Iterator[tuple[str, str, str]]:
   for service, package in _PACKAGES.items():
     if observe.sends_to(service):
       yield f"services={service}", package, service
-  if observe.receipt_key_path:
-    yield f"receipt_key_path={observe.receipt_key_path}", "cryptography", "receipt"
 
 
 def check(config: Config, problems: Problems) -> None:

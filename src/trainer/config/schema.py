@@ -454,8 +454,6 @@ class ObserveSection(Section):
   receipt_state_period: NonNegative = 100
   """Steps between digests of the state in receipt.jsonl, which has a line for each step (docs/trust.md). States of
   checkpoints and of the last step have one too. 0: no receipt."""
-  receipt_key_path: str = ""
-  """File with an ed25519 key (PEM) that signs receipt.jsonl (extra receipt). Empty: it is not signed."""
   enable_report: bool = True
   """Write report.html and loss.png at the end."""
   profiler: Literal["", "xplane"] = ""

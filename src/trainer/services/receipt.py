@@ -1,9 +1,9 @@
 """receipt.jsonl: what each committed step of a run computed, in lines that are chained by hash (docs/trust.md).
 
 A line is JSON with sorted keys and without spaces; numbers of the computation are the bits of a float32, as hex. `prev`
-is the hash of the line before it. Last comes `hash`, the SHA-256 of the object before `hash` was added, and `signature`
-if there is a key. A line with `step` is of a committed step. A line with `after` says which process writes the lines
-that follow it, and with which configuration.
+is the hash of the line before it. Last comes `hash`, the SHA-256 of the object before `hash` was added. A line with
+`step` is of a committed step. A line with `after` says which process writes the lines that follow it, and with which
+configuration.
 """
 
 from __future__ import annotations
@@ -13,17 +13,14 @@ import json
 import math
 import re
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from input_pipeline.batch import DataError
-from trainer.config.errors import ConfigError, how_to_install
-from trainer.config.schema import Config
 from trainer.observe import environment, files
 from trainer.observe.metrics import read_metrics
 from trainer.run.plugins import Opened, Plugin
-from trainer.run.run_data import RunData
 
 FILE = "receipt.jsonl"
 DEVICES = {"slices", "devices_per_slice", "platform", "kind"}  # what a replay must know
@@ -32,20 +29,14 @@ _ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=Fal
 _HASH = ',"hash":"'  # begins what follows the fields of a line
 _PLACE = re.compile(rb'"(after|step)":(\d+)[,}]')
 _TAIL = 1 << 21  # bytes that hold the last line: one with a state has 80 bytes for each array
-Sign = Callable[[bytes], bytes]
 Line = dict[str, Any]
 
 
-def sealed(fields: Line, prev: str, sign: Sign | None = None) -> tuple[str, str]:
+def sealed(fields: Line, prev: str) -> tuple[str, str]:
   """(the line of `fields` after the line with the hash `prev`, its hash)."""
   body = _ENCODER.encode({**fields, "prev": prev})
-  digest = hashlib.sha256(body.encode()).digest()
-  return f"{body[:-1]}{_tail(digest.hex(), sign(digest).hex() if sign else '')}", digest.hex()
-
-
-def _tail(stated: str, signature: str) -> str:
-  """The end of a line, after its other fields."""
-  return f'{_HASH}{stated}"' + (f',"signature":"{signature}"}}' if signature else "}")
+  digest = hashlib.sha256(body.encode()).hexdigest()
+  return f'{body[:-1]}{_HASH}{digest}"}}', digest
 
 
 def bits(number: float) -> str:
@@ -62,17 +53,12 @@ def numbers(record: Line) -> dict[str, str]:
   return {"tokens" if name == "weights" else name: value for name, value in found.items()}
 
 
-def check(lines: Iterable[bytes], key: Any = None) -> tuple[list[Line], list[str]]:
-  """(the lines up to the first wrong one, what is wrong). key: a public key, which must have signed all lines. None:
-  the first line may name one."""
+def check(lines: Iterable[bytes]) -> tuple[list[Line], list[str]]:
+  """(the lines up to the first wrong one, what is wrong)."""
   good: list[Line] = []
   prev, step = "", -1
   for number, raw in enumerate(lines, 1):
     line, wrong = _line(raw, prev, step)
-    if number == 1 and key is None and "public_key" in line:
-      key = public_key(line["public_key"])
-    if not wrong and key is not None and not _is_signed(line, key):
-      wrong = "it is not signed with this key"
     if wrong:
       return good, [f"{FILE}, line {number}: {wrong}"]
     good.append(line)
@@ -84,10 +70,10 @@ def _line(raw: bytes, prev: str, step: int) -> tuple[Line, str]:
   """(the line, ""), or ({}, why it does not follow the line with the hash `prev` and the step `step`; -1: no line)."""
   try:
     line = json.loads(raw)
-    stated, signature = line["hash"], line.get("signature", "")
+    stated = line["hash"]
     place = line.get("step", line.get("after"))
     body = raw.rpartition(_HASH.encode())[0]
-    is_whole = body + _tail(stated, signature).encode() + b"\n" == raw and isinstance(place, int)
+    is_whole = body + f'{_HASH}{stated}"}}\n'.encode() == raw and isinstance(place, int)
     if not is_whole or hashlib.sha256(body + b"}").hexdigest() != stated:
       return {}, "it was changed: its hash is another one"
     before, is_complete = line["prev"], _is_complete(line)
@@ -108,9 +94,7 @@ def _is_complete(line: Line) -> bool:
   """Whether a line has what its readers need, in the form that they need."""
   if "step" not in line:
     found = [line.get(name) for name in ("config", "data", "code", "versions", "devices")]
-    has_key = re.fullmatch("[0-9a-f]{64}", line.get("public_key", "0" * 64))
-    is_whole = all(isinstance(one, dict) for one in found) and has_key is not None
-    return is_whole and line["devices"].keys() >= DEVICES and "computes" in line
+    return all(isinstance(one, dict) for one in found) and line["devices"].keys() >= DEVICES and "computes" in line
   numbers = [line[name] for name in ("loss", "grad_norm", "tokens") if name in line or name == "loss"]
   state = line.get("state", {})
   return (
@@ -120,68 +104,18 @@ def _is_complete(line: Line) -> bool:
   )
 
 
-def _is_signed(line: Line, key: Any) -> bool:
-  from cryptography.exceptions import InvalidSignature
-
-  try:
-    key.verify(bytes.fromhex(line.get("signature", "")), bytes.fromhex(line["hash"]))
-  except (InvalidSignature, ValueError):
-    return False
-  return True
-
-
-def private_key(path: str) -> Any:
-  """The ed25519 key in a PEM file. Raises ConfigError."""
-  from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-  command = "genpkey -algorithm ed25519 -out FILE"
-  return _key(path, lambda data: load_pem_private_key(data, None), f"receipt_key_path={path}", command)
-
-
-def public_key(given: str) -> Any:
-  """The ed25519 key in a PEM file, or of 64 hex digits. Raises ConfigError."""
-  try:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-  except ImportError as error:
-    raise ConfigError(f"The key {given}: needs the package cryptography.\n{how_to_install('receipt')}.") from error
-  if re.fullmatch("[0-9a-f]{64}", given):
-    return Ed25519PublicKey.from_public_bytes(bytes.fromhex(given))
-  return _key(given, load_pem_public_key, f"--public-key {given}", "pkey -in PRIVATE -pubout -out FILE")
-
-
-def _key(path: str, read: Callable[[bytes], Any], name: str, command: str) -> Any:
-  try:
-    key = read(Path(path).expanduser().read_bytes())
-  except (OSError, ValueError, TypeError) as error:
-    raise ConfigError(f"{name}: cannot be read: {error}.\nMake one with `openssl {command}`.") from error
-  if "Ed25519" not in type(key).__name__:
-    raise ConfigError(f"{name}: is no ed25519 key.\nMake one with `openssl {command}`.")
-  return key
-
-
-def raw_hex(key: Any) -> str:
-  """64 hex digits of a public key."""
-  return key.public_bytes_raw().hex()
-
-
 class ReceiptWriter(Plugin):
-  """receipt_state_period, receipt_key_path."""
-
-  def __init__(self, config: Config, data: RunData) -> None:
-    super().__init__(config, data)
-    path = config.observe.receipt_key_path
-    self._key = private_key(path) if path else None
+  """receipt_state_period."""
 
   def recorders(self) -> Sequence[Writer]:
-    return [Writer(self.run, self._key)] if self.config.observe.receipt_state_period else ()
+    return [Writer(self.run)] if self.config.observe.receipt_state_period else ()
 
 
 class Writer:
   """A Recorder that writes receipt.jsonl. A step that is done again removes its line and all that follow it."""
 
-  def __init__(self, run: Opened, key: Any) -> None:
-    self._run, self._key, self._directory = run, key, run.config.run_directory
+  def __init__(self, run: Opened) -> None:
+    self._run, self._directory = run, run.config.run_directory
     self._lines: files.LineFile | None = None  # opened at the first step, when it is known where the lines go on
     self._waiting: list[str] = []  # lines that a full disk has refused
     self._step, self._hash = -1, ""  # of the last line
@@ -206,7 +140,7 @@ class Writer:
 
   def _put(self, fields: Line) -> None:
     assert self._lines is not None
-    line, self._hash = sealed(fields, self._hash, self._key and self._key.sign)
+    line, self._hash = sealed(fields, self._hash)
     self._waiting.append(line)
     while self._waiting and self._lines.append(self._waiting[0]):
       del self._waiting[0]
@@ -221,7 +155,7 @@ class Writer:
     places = (line.get("step", line.get("after")) for line in reversed(last))
     self._step = next((place for place in places if isinstance(place, int)), step - 1)
     self._lines = files.open_lines(self._directory, FILE)
-    self._put({"after": self._step, **head(self._run, self._key)})
+    self._put({"after": self._step, **head(self._run)})
     if self._step + 1 < step:  # lost with the process, the disk or the object store that had them
       missing = {record["step"]: record for record in read_metrics(self._directory) if "loss" in record}
       for before in range(self._step + 1, step):
@@ -254,16 +188,12 @@ def _is_before(line: bytes, step: int) -> bool:
   return line.endswith(b"\n") and (found is None or int(found[2]) + (found[1] == b"after") < step)
 
 
-def head(run: Opened, key: Any) -> Line:
+def head(run: Opened) -> Line:
   """Which run this is, which process writes the lines, and what they were computed with."""
   config = run.config
-  levels = ["signed"] if key else ["self-attested"]
-  levels += ["witnessed"] if config.flat().get("witness_period") else []
   code = environment.describe()
   return {
     "run_id": run.run_id,
-    "level": levels,
-    **({"public_key": raw_hex(key.public_key())} if key else {}),
     "config": config.flat(),
     "data": run.data.identity,
     "order": run.data.train.order,

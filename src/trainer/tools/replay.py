@@ -25,7 +25,7 @@ from trainer.services.receipt import Line
 from trainer.world import SINGLE_WORLD
 
 _NOTHING_ELSE = (
-  "run_name=replay receipt_state_period=1 receipt_key_path= enable_checkpointing=true checkpoint_period=2000000000 "
+  "run_name=replay receipt_state_period=1 enable_checkpointing=true checkpoint_period=2000000000 "
   "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 enable_emergency_checkpoint=false "
   "local_checkpoint_period=0 local_checkpoint_directory= eval_steps=0 eval_interval=-1 "
   "eval_sets= target_eval_loss=0 witness_period=0 services= "

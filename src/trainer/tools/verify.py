@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +50,9 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("run_directory", metavar="RUN_DIR", help="{base_output_directory}/{run_name}")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="of the replay, such as num_slices=1")
-  parser.add_argument(
-    "--public-key", metavar="KEY", help="all lines must be signed with it: a PEM file or 64 hex digits"
-  )
-  parser.add_argument("--replay", metavar="FROM:TO", help="compute these steps again, from the checkpoint before them")
-  parser.add_argument("--against", metavar="OTHER_RUN", help="find the first step at which the two runs differ")
+  which = parser.add_mutually_exclusive_group()
+  which.add_argument("--replay", metavar="FROM:TO", help="compute these steps again, from the checkpoint before them")
+  which.add_argument("--against", metavar="OTHER_RUN", help="find the first step at which the two receipts differ")
   options = parser.parse_intermixed_args(argv)
   return exit_code(lambda: _verify(options), CheckpointError, OSError)
 
@@ -62,11 +60,11 @@ def main(argv: list[str] | None = None) -> int:
 def _verify(options: argparse.Namespace) -> int:
   if options.keys and not options.replay:
     raise ConfigError(f"{options.keys[0]}: keys belong to a replay.\nAdd --replay FROM:TO.")
-  found = load(options.run_directory, options.public_key)
+  found = load(options.run_directory)
   problems = found.wrong
   print(_summary(found))
   if not problems and options.against:
-    problems = against(found, load(options.against), options.replay, options.keys)
+    problems = against(found, load(options.against))
   elif not problems:
     first_last = replay.interval(options.replay, found.steps) if options.replay else None
     for part in (_metrics(found), _checkpoints(found)):
@@ -79,8 +77,8 @@ def _verify(options: argparse.Namespace) -> int:
   return 1 if problems else 0
 
 
-def load(directory: str, key: str | None = None) -> Receipt:
-  """The receipt of a run. key: that must have signed it. Raises ConfigError if there is none."""
+def load(directory: str) -> Receipt:
+  """The receipt of a run. Raises ConfigError if there is none."""
   directory = os.path.expanduser(directory).rstrip("/")
   files.check_address(directory)
   try:
@@ -95,7 +93,7 @@ def load(directory: str, key: str | None = None) -> Receipt:
   if not raw[-1].endswith(b"\n") and len(raw) > 1:
     print(f"The last line of {receipt.FILE} is cut. The next start of the run removes it.")
     del raw[-1]
-  lines, wrong = receipt.check(raw, receipt.public_key(key) if key else None)
+  lines, wrong = receipt.check(raw)
   return Receipt(directory, lines, wrong, {line["step"]: line for line in lines if "step" in line})
 
 
@@ -103,13 +101,11 @@ def _summary(found: Receipt) -> str:
   if not found.lines:
     return f"{found.directory}: the receipt has no sound line."
   first, last = min(found.steps, default=0), max(found.steps, default=0)
-  level = ", ".join(found.lines[0].get("level", ["?"]))
-  key = found.lines[0].get("public_key")
   starts = sum("after" in line for line in found.lines)
+  witnessed = sum("witness" in line for line in found.steps.values())
   return (
-    f"{found.directory}: steps {first} to {last}, written by {starts} starts of processes; {level}"
-    + (f" with the key {key}" if key else "")
-    + ("" if found.wrong else "; every line follows the line before it.")
+    f"{found.directory}: steps {first} to {last}, written by {starts} starts of processes, {witnessed} with a witness"
+    + ("." if found.wrong else "; every line follows the line before it.")
   )
 
 
@@ -231,31 +227,17 @@ def _gap(a: str, b: str) -> float:
   return 0.0 if a == b else float(abs(x - y) / max(abs(x), abs(y))) if np.isfinite(x) and np.isfinite(y) else np.inf
 
 
-def against(a: Receipt, b: Receipt, interval: str | None, keys: Sequence[str]) -> list[str]:
-  """The first step at which two runs differ, and what differs first. interval: computes these steps of both runs
-  again, which gives their states after every step."""
+def against(a: Receipt, b: Receipt) -> list[str]:
+  """The first step at which two runs differ, and what differs first."""
   if b.wrong:
     return [f"{b.directory}: {wrong}" for wrong in b.wrong]
   print(_summary(b))
-  ours, theirs = a.steps, b.steps
-  if interval:
-    first, last = replay.interval(interval, {step: ours[step] for step in ours.keys() & theirs.keys()})
-    ours, theirs = (replay.replay(one.directory, one.lines, first, last, keys).lines for one in (a, b))
-  common = sorted(ours.keys() & theirs.keys())
+  common = sorted(a.steps.keys() & b.steps.keys())
   if not common:
     raise ConfigError(f"{b.directory}: has no step in common with {a.directory}.\nGive two runs of the same steps.")
-  equal_state = 0
   for step in common:
-    left, right = ours[step], theirs[step]
-    if found := _difference("The runs", step, left, right):
-      if left["examples"] == right["examples"] and equal_state < step - 1:
-        found.append(
-          f"  The states after step {equal_state} are equal, and those of the steps after it are not recorded. To find "
-          f"the step at which they become different, add --replay {equal_state + 1}:{step}."
-        )
+    if found := _difference("The runs", step, a.steps[step], b.steps[step]):
       return found
-    if "state" in left and "state" in right:
-      equal_state = step
   print(f"The runs are equal in all {len(common)} steps that both have.")
   return []
 

@@ -10,7 +10,7 @@ from trainer.config import ConfigError
 from trainer.config.option_types import positive, whole
 
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
-EXTRAS = ("goodput", "ray", "tfds", "wandb", "s3", "receipt")
+EXTRAS = ("goodput", "ray", "tfds", "wandb", "s3")
 
 
 class _Parser(argparse.ArgumentParser):

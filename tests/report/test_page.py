@@ -18,13 +18,9 @@ from tests.support.report_page import Page
 from trainer.observe import events, log
 from trainer.observe.metrics import Evaluation
 from trainer.report import (
-  compare,
-  comparison_page,
   goodput,
   history,
-  hover,
   markup,
-  overlay,
   page,
   plots,
   style,
@@ -46,8 +42,9 @@ def report(path) -> str:
 @pytest.fixture
 def no_pictures(monkeypatch):
   """Pages without pictures: it takes two seconds to draw them."""
-  monkeypatch.setattr(hover, "picture", lambda *_: ("<figure></figure>", None))
-  monkeypatch.setattr(style, "png", lambda figure: b"")
+  monkeypatch.setattr(plots, "styled", lambda *_: None)
+  for kind in ("svg", "png"):
+    monkeypatch.setattr(style, kind, lambda figure: b"")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +58,7 @@ def demo(tmp_path_factory) -> tuple[Path, str]:
 def test_the_report_is_one_file_and_tells_what_happened(demo):
   folder, text = demo
   shown = Page(text)
-  assert "http" not in text and shown.scripts == [{}]  # one script, inside the page
+  assert "http" not in text and shown.scripts == []
   for fact in ("60 of 60", "3.2 million parameters", "slice_down", "slice_up", "snapshot", "Complete (exit code 0)."):
     assert fact in shown.text
   assert "The parts of 2 recoveries" in shown.text and "2 keys" in shown.text
@@ -224,7 +221,7 @@ def test_the_data_are_described_in_words(no_pictures, tmp_path):
   assert not set(data) - {"dataset"} & set(cells) and "Beginning of the first batch" not in cells
 
 
-def test_pictures_have_their_numbers_as_text_and_under_the_pointer(demo):
+def test_pictures_have_their_numbers_as_text(demo):
   folder, text = demo
   shown, run = Page(text), history.load(str(folder))
   loss, speed, details = shown.alts
@@ -235,17 +232,6 @@ def test_pictures_have_their_numbers_as_text_and_under_the_pointer(demo):
     and "tokens per second" in speed
     and "Learning rate: at most 0.000978, at the end 0.0001." in details
   )
-  steps, time, norm, rate = (area for areas in shown.values for area in areas)
-  curves = {name: (xs, ys) for name, _, xs, ys in steps["curves"]}
-  assert steps["label"] == "step" and curves.keys() == {"training", "training, smoothed", "evaluation", "slices used"}
-  assert curves["training"][0] == run.steps["step"].tolist()
-  assert curves["training"][1] == pytest.approx(run.steps["loss"], rel=1e-6)
-  assert curves["evaluation"][0] == [20, 40, 60]
-  assert [curve[0] for area in (norm, rate) for curve in area["curves"]] == ["gradient norm", "learning rate"]
-  for area in (steps, time, norm, rate):
-    assert len(area["boxes"]) == 2  # for phones and for wide screens
-    for left, top, right, bottom in area["boxes"]:
-      assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
 
 
 def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
@@ -305,7 +291,7 @@ def test_the_end_of_a_run_reads_its_files_once(no_pictures, tmp_path, monkeypatc
 
 def test_a_report_that_fails_is_a_warning(tmp_path, monkeypatch, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
-  for name in ("plots", "style", "hover"):
+  for name in ("plots", "style"):
     monkeypatch.delitem(sys.modules, f"trainer.report.{name}", raising=False)
     monkeypatch.delattr(f"trainer.report.{name}", raising=False)
   monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -337,78 +323,10 @@ def test_a_table_of_very_many_events_is_cut(no_pictures, tmp_path):
   assert "The last 1,000 of 3,003 events" in text and text.count("<td>snapshot</td>") == 1000
 
 
-def test_compare_finds_the_largest_difference(tmp_path):
-  fake_run.elastic_run(tmp_path / "a", error=2.0**-22)
-  fake_run.plain_run(tmp_path / "b")
-  result = compare.compare([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "both.png"))
-  assert result.largest == pytest.approx(2.0**-22, rel=1e-3) and 12 <= result.at_step <= 30
-  assert (result.common_steps, result.equal_steps) == (60, 41)
-  assert str(result) == f"largest relative difference 2.4e-07 (step {result.at_step}) over 60 steps"
-  assert png_size((tmp_path / "both.png").read_bytes())[0] == 1440
-
-
-def test_equal_runs_are_equal_and_nan_differs_from_a_number(tmp_path):
-  fake_run.plain_run(tmp_path / "a", steps=5)
-  fake_run.plain_run(tmp_path / "b", steps=5)
-  same = compare.compare([str(tmp_path / "a"), str(tmp_path / "b")])
-  assert same.largest == 0 and str(same) == "all 5 losses equal to the last bit"
-  broken = fake_run.FakeRun(tmp_path / "c", steps=5)
-  broken.step(1)
-  broken.step(2, error=float("nan"))
-  broken.close()
-  result = compare.compare([str(tmp_path / "a"), str(tmp_path / "c")], str(tmp_path / "both.png"))
-  assert result.largest == float("inf") and result.at_step == 2 and result.common_steps == 2
-  assert compare.compare([str(tmp_path / "c"), str(tmp_path / "c")]).equal_steps == 2
-
-
-def comparison(*folders) -> Page:
-  return Page(comparison_page.body([history.load(str(folder)) for folder in folders]))
-
-
-def test_runs_that_should_be_equal_are_compared_and_others_are_not(no_pictures, tmp_path):
-  """Two runs with other models had a "largest relative difference"."""
-  config = {"learning_rate": 0.1, "num_slices": 3, "elastic_enabled": True}
-  fake_run.plain_run(tmp_path / "a", config=config)
-  fake_run.elastic_run(tmp_path / "b", error=1e-7, config=config | {"elastic_enabled": False})
-  fake_run.plain_run(tmp_path / "c", config=config | {"learning_rate": 0.2})
-  fake_run.plain_run(tmp_path / "d", config=config, steps=30)
-  fake_run.plain_run(tmp_path / "e", config=config, data={"tokens": 7})
-  cells = comparison(*(tmp_path / name for name in "abcde")).cells
-  row = cells.index("losses against the first run")
-  assert cells[row + 1] == "" and cells[row + 2].startswith("largest relative difference 1.0e-07")
-  reasons = ("learning_rate", "learning rates", "data")
-  assert cells[row + 3 : row + 6] == [f"not compared: other {reason}" for reason in reasons]
-  row = cells.index("elastic_enabled")
-  assert cells[row + 1 : row + 3] == ["true", "false"]  # as in YAML
-
-
-def test_the_figure_of_a_comparison_has_smoothed_and_evaluation_curves_and_hides_no_run(tmp_path):
-  fake_run.plain_run(tmp_path / "a")
-  fake_run.plain_run(tmp_path / "b")
-  text = comparison_page.body([history.load(str(tmp_path / name)) for name in "ab"])
-  shown = Page(text)
-  assert "a: " in shown.alts[0] and "mean of last 20 steps" in shown.alts[0]
-  (areas,) = shown.values
-  assert [area["label"] for area in areas] == ["step", "tokens so far", "seconds since the first start"]
-  for area, rate in zip(areas, ("learning rate", "learning rate", "tokens/s")):
-    shown_names = [f"{name}{what}" for what in ("", ", evaluation", f", {rate}") for name in "ab"]
-    assert [curve[0] for curve in area["curves"]] == shown_names
-  assert len(areas[0]["boxes"]) == 3
-  runs = [history.load(str(tmp_path / name)) for name in "ab"]
-  figure = plots.styled(overlay.compared, runs, [goodput.compute(run) for run in runs], ["a", "b"], ["b"], style.WIDE)
-  one, two = (next(line for line in figure.axes[0].get_lines() if line.get_label() == name) for name in "ab")
-  assert one.get_linewidth() == two.get_linewidth() and one.get_alpha() is None
-  assert one.get_linestyle() == "-" and two.get_linestyle() == "--"  # equal curves: both are seen
-  assert 'class="compared"' in text
-
-
 def test_the_tool(no_pictures, tmp_path, capsys):
   fake_run.plain_run(tmp_path / "a", steps=3)
   assert tool.main([str(tmp_path / "a")]) == 0
   assert capsys.readouterr().out == f"{tmp_path}/a/report.html\n"
-  assert tool.main([str(tmp_path / "a"), str(tmp_path / "a"), "--compare", str(tmp_path / "p.png")]) == 0
-  assert capsys.readouterr().out == f"all 3 losses equal to the last bit\n{tmp_path}/p.png\n"
-  assert tool.main([str(tmp_path / "a"), "--compare", str(tmp_path / "p.png")]) == 2
 
 
 def test_the_tool_refuses_a_path_without_a_run_with_one_message(tmp_path, capsys):
@@ -425,10 +343,9 @@ def test_the_tool_refuses_a_path_without_a_run_with_one_message(tmp_path, capsys
     ("unborn", "no completed step"),
     ("failed", "the run ended with exit code 1 before its first step. log.txt there says why"),
   ):
-    for arguments in ([str(tmp_path / name)], [str(tmp_path / name)] * 2 + ["--compare", str(tmp_path / "p.png")]):
-      assert tool.main(arguments) == 2
-      said = capsys.readouterr().err
-      assert said.startswith(f"error: {tmp_path / name}") and reason in said and said.count("\n") == 1
+    assert tool.main([str(tmp_path / name)]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {tmp_path / name}") and reason in said and said.count("\n") == 1
   assert not list((tmp_path / "empty").iterdir())
 
 
@@ -452,7 +369,7 @@ def test_recording_and_reporting_need_no_jax():
     "import sys\n"
     "from trainer.observe import log, metrics, events, progress, throughput\n"
     "from trainer.observe import watchdog, files\n"
-    "from trainer.report import compare, goodput, history, page, plots\n"
+    "from trainer.report import goodput, history, page, plots\n"
     "import trainer.tools.report\n"
     "print(sorted(name for name in sys.modules if name.split('.')[0] in ('jax', 'jaxlib', 'tensorboardX', 'rich')))\n"
   )

@@ -11,7 +11,7 @@ import pytest
 from tests.support import fake_run
 
 from trainer.observe import metrics
-from trainer.report import comparison_page, goodput, history, overlay, plots, sections, series, style
+from trainer.report import goodput, history, plots, sections, series, style
 
 
 def lines(evals=({"step": 1},), **start) -> dict[str, tuple[float, bool]]:
@@ -94,14 +94,9 @@ def test_one_step_of_a_long_run_is_seen_in_every_picture(tmp_path):
   """Curves were means of groups: a spike of 3 nats among 100,000 steps was a bump of 0.04."""
   run = long_run(tmp_path / "a", loss=5.5, grad_norm=70.0, seconds=50.0, router_load_max=9.0, router_load_min=0.0)
   result = goodput.compute(run)
-  names = comparison_page.labels([run])
   found = curves(plots.styled(plots.loss_over_steps, run)) | curves(plots.styled(plots.details, run))
   over_time = curves(plots.styled(plots.over_time, run, result))
-  compared = plots.styled(overlay.compared, [run], [result], names, [], style.WIDE)
-  for values, top in (
-    *(found["training"], over_time["training"]),
-    *((line.get_ydata(), compared.axes[0].get_ylim()[1]) for line in compared.axes[0].get_lines()[:1]),
-  ):
+  for values, top in (found["training"], over_time["training"]):
     assert np.nanmax(values) == 5.5 < top and len(values) <= series.MAX_POINTS + 10
   for name, high in (("gradient norm", 70.0), ("most used", 9.0)):
     values, top = found[f"{name}, extremes"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html.parser
-import json
 
 
 class Page(html.parser.HTMLParser):
@@ -12,14 +11,13 @@ class Page(html.parser.HTMLParser):
   def __init__(self, text: str):
     super().__init__()
     self.open, self.loads, self.media, self.text, self.scripts = [], [], [], "", []
-    self.alts, self.values, self.cells, self.tiles, self.links = [], [], [], [], []
+    self.alts, self.cells, self.tiles, self.links = [], [], [], []
     self.feed(text)
     assert self.open == []
 
   def handle_starttag(self, tag, attrs):
     found = dict(attrs)
     self.alts += [found["alt"]] if tag == "img" else []
-    self.values += [json.loads(found["data-values"])] if "data-values" in found else []
     self.links += [found["href"]] if tag == "a" else []
     self.scripts += [found] if tag == "script" else []
     self.cells += [""] if tag in ("td", "th") else []

@@ -22,9 +22,9 @@ from tests.support import fake_run
 from tests.support.report_page import Page
 
 from trainer.observe import metrics
-from trainer.report import comparison_page, exporter, history, live
+from trainer.report import exporter, history, live
 from trainer.report import page as page_lib
-from trainer.tools import report, watch
+from trainer.tools import watch
 
 
 def young_run(path, steps: int = 3, **start) -> fake_run.FakeRun:
@@ -82,19 +82,19 @@ def test_a_page_is_not_made_again_before_its_time(tmp_path, short):
 
 def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
   run = young_run(tmp_path / "a")
-  assert live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 59)[1] is False
-  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 61)
+  assert live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 59)[1] is False
+  text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 61)
   assert late and text.endswith("last record 0:01:01 ago")
   failing = {"host": "b", "error": "killed", "times": 5, "pause_seconds": 80}
   run.events.emit("member_failing", member=2, **failing)
-  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 1)
+  text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and "; Member 2 (host b) has failed 5 times without 10 steps of its own: next start in 80 s" in text
   run.events.emit("member_slow", member=1, factor=1.41, since=120, shares=5, of=8)
-  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 1)
+  text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and "; Slice 1 computes a share in 1.41 times the median since step 120. It has 5 of 8 shares" in text
   saves = {"tier": "persistent", "reason": "full", "newest": 3, "newest_seconds": 60.0}
   run.events.emit("checkpoint_failed", **saves)
-  text, late = live._notice([history.load(str(tmp_path / "a"))], run.wall + run.now + 1)
+  text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and re.search(r", saves fail since [0-9:]{8} UTC: the newest checkpoint is of step 3, from 0:01:01", text)
   run.close()
 
@@ -135,19 +135,16 @@ def test_a_run_before_its_first_step_is_waited_for(tmp_path, short):
   run.close()
 
 
-def test_several_runs_are_compared(tmp_path, capsys):
-  fake_run.elastic_run(tmp_path / "a", config={"learning_rate": 0.1, "steps": 60}, error=1e-7)
-  fake_run.plain_run(tmp_path / "b", config={"learning_rate": 0.2, "steps": 60})
-  fake_run.plain_run(tmp_path / "c" / "b", steps=5)
+def test_several_folders_are_a_list(tmp_path):
+  for name, steps in (("a", 2), ("b", 3), ("c/b", 5)):
+    young_run(tmp_path / name, steps=steps).close()
   folders = [str(tmp_path / name) for name in ("a", "b", "c/b")]
-  state = live.LivePage(folders, period=1.0, clock=Clock()).state()
-  for text in ("3 runs", "<td>learning_rate</td><td>0.1</td><td>0.2</td>", "not compared: other learning_rate"):
-    assert text in state.body
-  assert f"<th>{tmp_path}/c/b</th>" in state.body  # two runs are called b
-  assert "<td>slices lost</td><td>1</td><td>0</td><td>0</td>" in state.body
-  assert report.main([*folders, "--compare", str(tmp_path / "page.html")]) == 0
-  assert capsys.readouterr().out == f"{tmp_path}/page.html\n"
-  assert "3 runs" in (tmp_path / "page.html").read_text()
+  with watch.Server(live.LivePage(folders, period=1.0, clock=Clock()), 0) as server:
+    links = Page(server.page.state().body).links
+    assert links == ["a/", f"{folders[1][1:]}/", f"{folders[2][1:]}/"]  # two runs are called b
+    assert [server.page_of(f"/{link}").state().notice.split(",")[0] for link in links] == [
+      f"step {steps} of 20" for steps in (2, 3, 5)
+    ]
 
 
 @pytest.mark.parametrize("target", ["http:" + "//[/", "x://]:", "/state?version=\xff%zz"])
@@ -262,7 +259,7 @@ def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
   now = running.wall + running.now
   page = live.LivePage([str(tmp_path)], period=1.0, clock=lambda: now)
   first = page.state()
-  states = dict(re.findall(r'data-run="([^"]*)">.*?data-label="state" data-key="([^"]*)"', first.body))
+  states = dict(re.findall(r'data-label="run" data-key="([^"]*)".*?data-label="state" data-key="([^"]*)"', first.body))
   assert list(states.values()) == ["running", "finished", "ended (exit code 1)", "running"]
   shown = Page(first.body)
   row = first.body[first.body.index("a &lt;b&gt;") :].partition("</tr>")[0]
@@ -272,16 +269,6 @@ def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
   now += 61  # files have not changed
   assert page.state().version == first.version + 1 and "stale or dead" in page.state().body
   assert page.state().body.count('data-key="running"') == 1  # a first step may take long
-
-
-def test_chosen_runs_are_compared(tmp_path, short, monkeypatch):
-  for name in ("a", "b b", "c"):
-    young_run(tmp_path / name).close()
-  monkeypatch.setattr(comparison_page, "body", lambda runs: " and ".join(run.name for run in runs))
-  with watch.Server(live.LivePage([str(tmp_path)], period=1.0), 0) as server:
-    assert server.page_of("", ["a", "b b"]).state().body == "a and b b"
-    assert server.page_of("", ["c"]).state().body == "3 of 20"
-    assert server.page_of("", ["a", "../c"]) is None and server.page_of("", []) is server.page
 
 
 def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):

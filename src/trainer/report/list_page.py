@@ -1,4 +1,4 @@
-"""The list of the runs in a folder: their states and numbers, one row each. page.js sorts it and compares runs."""
+"""The list of the runs in a folder: their states and numbers, one row each. page.js sorts it."""
 
 from __future__ import annotations
 
@@ -89,8 +89,7 @@ def body(rows: Iterable[Row], now: float) -> str:
   body = "".join(_row(row, now) for row in rows)
   return (
     f"<h1>{markup.count(len(rows), 'run')}</h1>"
-    '<p class="sub">Choose runs to compare them. A heading sorts the list.</p>'
-    '<p><button type="button" class="compare" disabled>Compare</button></p>'
+    '<p class="sub">A heading sorts the list.</p>'
     f'<table class="runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
   )
 
@@ -106,4 +105,4 @@ def _row(row: Row, now: float) -> str:
     f'<td data-label="{label}" data-key="{html.escape(str(key))}"{more}>{text}</td>'
     for label, (text, key, more) in zip(_HEADINGS, cells)
   )
-  return f'<tr data-run="{html.escape(row.name)}">{tds}</tr>'
+  return f"<tr>{tds}</tr>"

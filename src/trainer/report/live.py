@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import comparison_page, goodput, history, incidents, list_page, page
+from trainer.report import goodput, history, incidents, list_page, page
 from trainer.report.history import RunHistory
 from trainer.report.list_page import Row
 
@@ -36,7 +36,7 @@ class State:
 
 
 class LivePage:
-  """The report of one run, the comparison of several, or the list of the runs in a folder that is no run.
+  """The report of one run, or the list of several runs or of the runs in a folder that is no run.
 
   Safe in threads; the work happens in `state`.
   """
@@ -48,7 +48,7 @@ class LivePage:
     self._lock = threading.Lock()
     self._seen: list[Sequence[object]] | None = None  # of the files, when the page was made; None: make it
     self._version, self._body = 0, "<p>Waiting for the first step.</p>"
-    self._runs: list[RunHistory] = []
+    self._run: RunHistory | None = None
     self._listed: dict[str, tuple[object, Row]] = {}  # folder in a folder of runs: its signature, its row
     self._next = float("-inf")  # time from which the page may be made again
     self._problem: str | None = None  # why the files cannot be read, since `_failing_since`
@@ -63,7 +63,7 @@ class LivePage:
       if self._clock() >= self._next:
         self._update()
       if self._problem is None:
-        return State(self._version, self._body, *_notice(self._runs, self._clock()))
+        return State(self._version, self._body, *_notice(self._run, self._clock()))
       since = time.strftime("%H:%M:%S", time.gmtime(self._failing_since))
       if not self._version:  # nothing was seen yet: the run may only begin
         return State(0, self._body, f"{self._problem}. Waiting since {since} UTC", False)
@@ -73,14 +73,13 @@ class LivePage:
     """Makes the page again if needed, or says what is wrong with the files."""
     began = time.monotonic()
     try:
-      folders = runs_in(self._directories[0]) if len(self._directories) == 1 else []
-      seen, body = [_signature(directory) for directory in folders or self._directories], self._body
-      if folders:
-        body = self._list(folders, seen)  # the state of a run changes while its files do not
+      runs, body = self.runs(), self._body
+      seen = [_signature(folder) for folder in runs.values()]
+      if [*runs.values()] != self._directories[:1]:
+        body = self._list(runs, seen)  # the state of a run changes while its files do not
       elif seen != self._seen:
-        self._runs = [history.load_with_steps(directory) for directory in self._directories]
-        first, *others = self._runs
-        body = comparison_page.body(self._runs) if others else page.body(first, goodput.compute(first))[0]
+        self._run = history.load_with_steps(self._directories[0])
+        body = page.body(self._run, goodput.compute(self._run))[0]
       self._version += body != self._body or seen != self._seen
       self._body, self._seen, self._problem = body, seen, None
     except (ConfigError, OSError) as error:
@@ -92,22 +91,23 @@ class LivePage:
       self._next = self._clock() + max(self.period, spent / _LARGEST_SHARE)
 
   def runs(self) -> dict[str, str]:
-    """The folders of the runs of this page, by a name that no other run of the page has. ConfigError if a folder of
-    runs does not exist."""
+    """The folders of the runs of this page, by a name that no other run of the page has and that an address can have.
+    ConfigError if a folder of runs does not exist."""
     first, *others = self._directories
     if not others and (folders := runs_in(first)):
       return {str(Path(folder).relative_to(first)): folder for folder in folders}
     names = [directory.rstrip("/").rpartition("/")[2] for directory in self._directories]
     return {
-      directory if names.count(name) > 1 else name: directory for name, directory in zip(names, self._directories)
+      directory.strip("/") if names.count(name) > 1 else name: directory
+      for name, directory in zip(names, self._directories)
     }
 
-  def _list(self, folders: Sequence[str], signatures: Sequence[object]) -> str:
+  def _list(self, runs: Mapping[str, str], signatures: Sequence[object]) -> str:
     """The list of the runs. Reads only the runs whose files have changed."""
-    for folder, signature in zip(folders, signatures):
+    for (name, folder), signature in zip(runs.items(), signatures):
       if self._listed.get(folder, (None,))[0] != signature:
-        self._listed[folder] = signature, list_page.read(folder, str(Path(folder).relative_to(self._directories[0])))
-    return list_page.body([self._listed[folder][1] for folder in folders], self._clock())
+        self._listed[folder] = signature, list_page.read(folder, name)
+    return list_page.body([self._listed[folder][1] for folder in runs.values()], self._clock())
 
 
 def runs_in(directory: str) -> list[str]:
@@ -136,27 +136,22 @@ def _signature(directory: str) -> Sequence[object]:
   return found
 
 
-def _notice(runs: list[RunHistory], now: float) -> tuple[str, bool]:
-  """How far the runs are, and whether one of them that has not ended writes nothing any more."""
-  texts, late = [], False
-  for run in runs:
-    last = run.steps[-1]
-    total = int(run.start.get("steps") or 0)
-    text = f"{run.name}: " if len(runs) > 1 else ""
-    text += f"step {run.progress()}"
-    if run.end is not None:
-      texts.append(f"{text}, ended with exit code {run.end.get('exit')}")
-      continue
-    recent = run.steps["seconds"][-_RECENT_STEPS:]
-    if total:
-      text += f", {format_duration(float(np.median(recent)) * max(0.0, total - last['step']))} left"
-    if failing := _failing_saves(run, now):
-      text, late = f"{text}, {failing}", True
-    silent = now - list_page.last_record(run)
-    troubled = [line.rstrip(".") for line in incidents.troubled(run)]
-    late = late or silent > list_page.patience(run) or bool(troubled)
-    texts.append("; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]))
-  return "; ".join(texts), late
+def _notice(run: RunHistory | None, now: float) -> tuple[str, bool]:
+  """How far the run is, and whether it has not ended and writes nothing any more. None: a list of runs."""
+  if run is None:
+    return "", False
+  text, total = f"step {run.progress()}", int(run.start.get("steps") or 0)
+  if run.end is not None:
+    return f"{text}, ended with exit code {run.end.get('exit')}", False
+  if total:
+    left = max(0.0, total - run.steps[-1]["step"])
+    text += f", {format_duration(float(np.median(run.steps['seconds'][-_RECENT_STEPS:])) * left)} left"
+  failing = _failing_saves(run, now)
+  silent = now - list_page.last_record(run)
+  troubled = [line.rstrip(".") for line in incidents.troubled(run)]
+  late = bool(failing) or silent > list_page.patience(run) or bool(troubled)
+  text += f", {failing}" if failing else ""
+  return "; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]), late
 
 
 def _failing_saves(run: RunHistory, now: float) -> str:
@@ -174,29 +169,8 @@ def _failing_saves(run: RunHistory, now: float) -> str:
   return f"saves fail since {since} UTC: the newest checkpoint is of step {last['newest']}, from {age} ago"
 
 
-# The page that a browser loads once. It fetches `state` from the same server and shows what is new.
-SHELL = """<p id="notice" class="notice" role="status"></p><main id="main"></main><script>
-let version = -1;
-const main = document.getElementById("main"), notice = document.getElementById("notice");
-const label = (item) => item.firstChild.textContent.replace(/[0-9,]/g, "");
-async function refresh() {
-  try {
-    const answer = await fetch("state?version=" + version + location.search.replace("?", "&"), { cache: "no-store" });
-    const state = await answer.json();
-    notice.textContent = state.notice;
-    notice.classList.toggle("late", state.is_late);
-    if (state.body !== null) {
-      const open = new Set([...main.querySelectorAll("details[open]")].map(label));
-      main.innerHTML = state.body;
-      main.querySelectorAll("details").forEach((item) => { item.open = open.has(label(item)); });
-      version = state.version;
-      arrange();
-    }
-  } catch (error) {
-    notice.textContent = "The watch command does not answer. Start it again to see new steps.";
-    notice.classList.add("late");
-  }
-  setTimeout(refresh, 2000);
-}
-refresh();
-</script>"""
+# What a browser loads once. Its script fetches `state` from the same server and shows what is new.
+SHELL = (
+  '<p id="notice" class="notice" role="status"></p><main id="main"></main>'
+  f"<script>{Path(__file__).with_name('page.js').read_text()}</script>"
+)

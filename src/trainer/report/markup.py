@@ -1,4 +1,4 @@
-"""HTML of the report pages: tables, and numbers as a person reads them. page.css and page.js are parts of each page."""
+"""HTML of the report pages: tables, and numbers as a person reads them. page.css is a part of each page."""
 
 from __future__ import annotations
 
@@ -15,29 +15,25 @@ Rows = Iterable[Sequence[Any]]
 
 
 def page(title: str, body: str) -> str:
-  """A whole HTML file that loads nothing, and needs its script only for the values under the pointer."""
-  style, script = (Path(__file__).with_name(f"page.{kind}").read_text().strip() for kind in ("css", "js"))
+  """A whole HTML file that loads nothing."""
+  style = Path(__file__).with_name("page.css").read_text().strip()
   return (
     '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
     '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{html.escape(title)}</title><style>{style}</style></head>\n<body>{body}\n"
-    f"<script>{script}</script></body></html>\n"
+    f"<title>{html.escape(title)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
   )
 
 
-def picture(text: str, images: Sequence[tuple[int | None, bytes]], values: str) -> str:
+def picture(text: str, images: Sequence[tuple[int | None, bytes]]) -> str:
   """A figure of SVG files inside the page, the last for screens wider than those (in pixels) of the others.
 
-  text: says what the picture shows. values: JSON, for the script. Both as in attributes of HTML.
+  text: what the picture shows, for readers who do not see it.
   """
   *others, (_, image) = (
     (screen, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}") for screen, data in images
   )
   sources = "".join(f'<source media="(max-width: {screen}px)" srcset="{data}">' for screen, data in others)
-  return (
-    f'<figure data-values="{values}"><picture>{sources}<img alt="{text}" src="{image}"></picture>'
-    "<i></i><span></span></figure>"
-  )
+  return f'<figure><picture>{sources}<img alt="{html.escape(text)}" src="{image}"></picture></figure>'
 
 
 def folded(summary: str, content: str) -> str:

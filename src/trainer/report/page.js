@@ -1,51 +1,32 @@
-// Shows the values of all curves at the pointer. A page that is made again while it is open needs it only once.
-const readable = (x) => x.toLocaleString("en", { maximumSignificantDigits: 5 });
-function read(event) {
-  const figure = event.target.closest?.("figure"), [line, text] = figure ? figure.querySelectorAll("i, span") : [];
-  document.querySelectorAll("figure.read").forEach((other) => other.classList.remove("read"));
-  if (!figure) return;
-  const frame = figure.getBoundingClientRect(), size = [...figure.querySelectorAll("source")]
-    .findIndex((source) => matchMedia(source.media).matches);
-  const x = (event.clientX - frame.left) / frame.width, y = (event.clientY - frame.top) / frame.height;
-  figure.areas ??= JSON.parse(figure.dataset.values);
-  for (const area of figure.areas) {
-    const [left, top, right, bottom] = area.boxes.at(size), [low, high] = area.limits;
-    if (x < left || x > right || y < top || y > bottom) continue;
-    let at = low + (x - left) / (right - left) * (high - low);
-    const points = area.curves.filter((curve) => curve[1] == "default").flatMap((curve) => curve[2]);
-    const near = (xs) => xs.reduce((a, b) => b !== null && Math.abs(b - at) < Math.abs(a - at) ? b : a, Infinity);
-    const reach = (high - low) / Math.min(100, points.length || 1), close = near(points);
-    if (Math.abs(close - at) <= reach) at = close;
-    const rows = [`${area.label}: ${readable(at)}`];
-    for (const [name, style, xs, ys] of area.curves) {
-      let index = xs.indexOf(near(xs));
-      if (style == "steps-post") index = xs.findLastIndex((one) => one !== null && one <= at);
-      else if (style == "steps-pre") index = xs.findIndex((one) => one >= at);
-      else if (Math.abs(xs[index] - at) > reach) index = -1;
-      if (index >= 0 && ys[index] !== null) rows.push(`${name}: ${readable(ys[index])}`);
+// The page of tools.watch: fetches `state` from its server every two seconds.
+let version = -1;
+const main = document.getElementById("main"), notice = document.getElementById("notice");
+const label = (item) => item.firstChild.textContent.replace(/[0-9,]/g, "");
+async function refresh() {
+  try {
+    const answer = await fetch("state?version=" + version, { cache: "no-store" });
+    const state = await answer.json();
+    notice.textContent = state.notice;
+    notice.classList.toggle("late", state.is_late);
+    if (state.body !== null) {
+      const open = new Set([...main.querySelectorAll("details[open]")].map(label));
+      main.innerHTML = state.body;
+      main.querySelectorAll("details").forEach((item) => { item.open = open.has(label(item)); });
+      version = state.version;
+      arrange();
     }
-    text.textContent = rows.join("\n");
-    const place = left + (at - low) / (high - low) * (right - left);
-    line.style.cssText = `left:${100 * place}%;top:${100 * top}%;height:${100 * (bottom - top)}%`;
-    const [side, share] = place > 0.5 ? ["right", 1 - place] : ["left", place];
-    text.style.cssText = `top:${100 * top}%;${side}:calc(${100 * share}% + 8px)`;
-    figure.classList.add("read");
+  } catch (error) {
+    notice.textContent = "The watch command does not answer. Start it again to see new steps.";
+    notice.classList.add("late");
   }
+  setTimeout(refresh, 2000);
 }
-for (const kind of ["pointermove", "pointerdown"]) document.addEventListener(kind, read);
 
-// The list of runs: a click on a heading sorts it, and boxes choose the runs to compare. Called for each new list.
-const chosen = new Set(), order = { column: -1, falls: false };
+// The list of runs: a click on a heading sorts it. Called for each new list.
+const order = { column: -1, falls: false };
 function arrange() {
-  const table = document.querySelector(".runs"), compare = document.querySelector("button.compare");
+  const table = document.querySelector(".runs");
   if (!table) return;
-  const shown = () => { compare.disabled = chosen.size < 2; };
-  for (const row of table.tBodies[0].rows) {
-    const box = document.createElement("input");
-    Object.assign(box, { type: "checkbox", checked: chosen.has(row.dataset.run), ariaLabel: "compare " + row.dataset.run });
-    box.onchange = () => { chosen[box.checked ? "add" : "delete"](row.dataset.run); shown(); };
-    row.cells[0].prepend(box);
-  }
   const sort = () => {
     const key = (row) => row.cells[order.column]?.dataset.key ?? "";
     const before = (x, y) => isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
@@ -64,7 +45,6 @@ function arrange() {
     order.column = column;
     sort();
   };
-  compare.onclick = () => { location.search = new URLSearchParams([...chosen].map((run) => ["run", run])); };
-  shown();
   sort();
 }
+refresh();

@@ -61,14 +61,16 @@ def write(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0
 
 def body(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tuple[str, bytes]:
   """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
-  from trainer.report import hover, plots, style  # matplotlib: a second to import
+  from trainer.report import plots, style  # matplotlib: a second to import
 
   run.require_steps()
-  loss, speed, details = sections.captions(run, goodput)
-  first, figure = hover.picture(loss, style.PAGE, plots.loss_over_steps, run)
-  second, _ = hover.picture(speed, style.PAGE, plots.over_time, run, goodput)
-  third, _ = hover.picture(details, style.PAGE, plots.details, run)
-  return sections_of(run, goodput, first + second + third, chip_hour_price), style.png(figure)
+  draws = ((plots.loss_over_steps, run), (plots.over_time, run, goodput), (plots.details, run))
+  figures = [[plots.styled(*draw, size) for size in style.PAGE] for draw in draws]
+  pictures = "".join(
+    markup.picture(caption, [(size.screen, style.svg(figure)) for size, figure in zip(style.PAGE, of_sizes)])
+    for caption, of_sizes in zip(sections.captions(run, goodput), figures, strict=True)
+  )
+  return sections_of(run, goodput, pictures, chip_hour_price), style.png(figures[0][-1])
 
 
 def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str, price: float) -> str:

@@ -1,4 +1,4 @@
-"""The figures of a report and of a comparison. Every function returns a Figure; `style` turns it into a file."""
+"""The figures of a report. Every function returns a Figure; `style` turns it into a file."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def loss_over_steps(run: RunHistory, size: Size = style.WIDE) -> Figure:
   """The picture of the run: events, loss and evaluations, and slices, over steps."""
   scale = _Steps()
   slices = run.total_slices > 1
-  figure, strip, axes = _stack(_marks([run]), scale, size, heights=(4.2, 0.8 if slices else 0))
+  figure, strip, axes = _stack(_marks(run), scale, size, heights=(4.2, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], f"{_short(run.name)}: loss", size)
   if slices:
@@ -96,7 +96,7 @@ def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE)
   """Loss, speed and slices alive over wall time."""
   scale = _Time(goodput)
   slices = run.total_slices > 1
-  figure, strip, axes = _stack(_marks([run]), scale, size, heights=(3.2, 1.6, 0.8 if slices else 0))
+  figure, strip, axes = _stack(_marks(run), scale, size, heights=(3.2, 1.6, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)
   _title(strip, axes[0], "Loss and speed over wall time", size)
   if len(run.steps) > series.MAX_POINTS:
@@ -197,33 +197,6 @@ def _legend_above(axis: Axes) -> None:
   axis.legend(handles=handles, fontsize=9, loc="upper right", borderaxespad=0.2, borderpad=0.2)
 
 
-def comparison(runs: Sequence[RunHistory], steps: np.ndarray, difference: np.ndarray, summary: str) -> Figure:
-  """Losses of two runs over steps with the events of both, and below them their relative difference per step."""
-  figure, strip, axes = _stack(_marks(runs, hidden="saved_"), _Steps(), style.WIDE, heights=(3.8, 1.5))
-  strip.set_title(summary, pad=8)
-  looks = ((style.BLUE, 4.0, 0.45, "-"), (style.INK, 1.2, 1.0, "--"))
-  for run, (color, width, alpha, line) in zip(runs, looks, strict=True):
-    lost = len(run.of_kind("slice_down"))
-    label = f"{_short(run.name)}: {lost or 'no'} slice{'s' if lost != 1 else ''} lost"
-    curve = series.extremes(run.steps["step"], run.steps["loss"])
-    axes[0].plot(*curve, color=color, linewidth=width, alpha=alpha, linestyle=line, label=label)
-  axes[0].set_ylim(series.limits(np.concatenate([run.steps["loss"] for run in runs]), np.empty(0)))
-  _legend_above(axes[0])
-  axes[0].set_ylabel("loss (nats per token)")
-  axes[0].grid(axis="y")
-  floor, top = 1e-9, max([1e-4, *(4 * difference[np.isfinite(difference)])])
-  # Equal losses have no place on a log scale: they are drawn on the bottom line, infinite ones at the top.
-  axes[1].scatter(*series.extremes(steps, np.clip(difference, floor, top)), s=8, color=style.BLUE)
-  axes[1].set_yscale("log")
-  axes[1].set_yticks([floor, 1e-7, 1e-5, 1e-3, 1e-1], ["equal", "1e-7", "1e-5", "1e-3", "0.1"])
-  axes[1].minorticks_off()
-  axes[1].set_ylim(floor / 2, top)
-  axes[1].set_ylabel("relative\ndifference")
-  axes[1].grid(axis="y")
-  _label_steps(axes[1])
-  return figure
-
-
 def _stack(
   marks: list[_Mark], scale: _Scale, size: Size, *, heights: Sequence[float]
 ) -> tuple[Figure, Axes, list[Axes]]:
@@ -254,18 +227,16 @@ def _stack(
   return figure, strip, axes
 
 
-def _marks(runs: Sequence[RunHistory], hidden: str = "") -> list[_Mark]:
-  """The rows of the strip that have events, except kinds that begin with `hidden`."""
-  events: Events = []
-  for run in runs:
-    events += [event for event in run.events if event["kind"] != "restore" or event.get("tier") != "none"]
-    events += [event | {"kind": f"saved_{event.get('tier')}"} for event in run.of_kind("checkpoint_saved")]
-    # A second run_start is a restart; its step is the first that was done after it.
-    events += [event | {"kind": "restart", "step": _next_step(run, event)} for event in run.of_kind("run_start")[1:]]
+def _marks(run: RunHistory) -> list[_Mark]:
+  """The rows of the strip that have events."""
+  events: Events = [event for event in run.events if event["kind"] != "restore" or event.get("tier") != "none"]
+  events += [event | {"kind": f"saved_{event.get('tier')}"} for event in run.of_kind("checkpoint_saved")]
+  # A second run_start is a restart; its step is the first that was done after it.
+  events += [event | {"kind": "restart", "step": _next_step(run, event)} for event in run.of_kind("run_start")[1:]]
   marks = []
   for label, kind, color, marker, has_line in _ROWS:
     found = [event for event in events if event["kind"] == kind]
-    if found and not (hidden and kind.startswith(hidden)):
+    if found:
       marks.append((f"{label} ({len(found):,})", color, marker, has_line, found))
   return marks
 

@@ -78,7 +78,6 @@ class Size:
 
 NARROW, WIDE = Size(4.7, screen=640, is_narrow=True), Size(10.0)
 PAGE = (NARROW, WIDE)
-FULL_PAGE = (NARROW, Size(10.0, screen=1100), Size(14.5))  # of a page without margins
 
 
 def png(figure: Figure) -> bytes:

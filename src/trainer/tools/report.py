@@ -1,8 +1,4 @@
-"""`python -m trainer.tools.report RUN_DIR`: writes report.html and loss.png of a run, finished or not.
-
-`python -m trainer.tools.report RUN_DIR OTHER_RUN_DIR --compare PICTURE.png` draws both loss curves in one picture and
-prints how far they differ. `--compare PAGE.html` writes a page that compares two or more runs.
-"""
+"""`python -m trainer.tools.report RUN_DIR [...]`: writes report.html and loss.png of runs, finished or not."""
 
 from __future__ import annotations
 
@@ -13,12 +9,12 @@ import sys
 from trainer.config.errors import ConfigError
 from trainer.config.option_types import real
 from trainer.observe import screen
-from trainer.report import compare, comparison_page, goodput, history, page
+from trainer.report import goodput, history, page
 
 
 def main(argv: list[str] | None = None) -> int:
   """Returns the exit code: 0, or 2 with one line on stderr if a directory is missing, unreadable or no run."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__.split("\n\n")[0])
+  parser = argparse.ArgumentParser(prog="python -m trainer.tools.report", description=__doc__)
   parser.add_argument(
     "run_directory",
     nargs="+",
@@ -26,24 +22,13 @@ def main(argv: list[str] | None = None) -> int:
     help="{base_output_directory}/{run_name}, local, gs:// or s3://",
   )
   parser.add_argument(
-    "--compare", metavar="FILE", type=os.path.expanduser, help="compare the runs instead: PICTURE.png or PAGE.html"
-  )
-  parser.add_argument(
     "--chip-hour-price", type=real(0, 1e9), default=0.0, help="price of a chip for an hour: show what each event cost"
   )
   arguments = parser.parse_args(argv)
   try:
-    if (arguments.compare or "").endswith(".html"):
-      runs = [history.load_with_steps(directory) for directory in arguments.run_directory]
-      comparison_page.write(runs, arguments.compare)
-      print(arguments.compare)
-    elif arguments.compare:
-      print(compare.compare(arguments.run_directory, arguments.compare))
-      print(arguments.compare)
-    else:
-      for directory in arguments.run_directory:
-        run = history.load_with_steps(directory)
-        print(page.write(run, goodput.compute(run), arguments.chip_hour_price))
+    for directory in arguments.run_directory:
+      run = history.load_with_steps(directory)
+      print(page.write(run, goodput.compute(run), arguments.chip_hour_price))
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,9 +1,9 @@
 """`python -m trainer.tools.watch RUN_DIR [RUN_DIR ...]`: shows a run in the browser while it goes on.
 
-The page is the report of the run, and refreshes itself. With several folders it is a comparison of the runs. A local
-folder of runs gets a list of them with links. A folder that does not exist yet is waited for. Folders may be copies,
-and may be on gs:// or s3://. Only this machine can open the page; forward the port to see it elsewhere:
-`ssh -L 8642:127.0.0.1:8642 HOST`. Prometheus can read /metrics there (extra prometheus).
+The page is the report of the run, and refreshes itself. Several folders, or a local folder of runs, get a list of the
+runs with links. A folder that does not exist yet is waited for. Folders may be copies, and may be on gs:// or s3://.
+Only this machine can open the page; forward the port to see it elsewhere: `ssh -L 8642:127.0.0.1:8642 HOST`. Prometheus
+can read /metrics there (extra prometheus).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import os
 import re
 import sys
 import urllib.parse
-from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError, how_to_install
@@ -41,7 +40,7 @@ class Server(http.server.ThreadingHTTPServer):
     """port: 0: any free one."""
     self.page = page
     self.exporter = Exporter(page.runs)
-    self._runs: dict[tuple[str, ...], LivePage] = {}
+    self._runs: dict[str, LivePage] = {}
     super().__init__((_HOST, port), _Handler)
 
   def handle_error(self, request: Any, client_address: Any) -> None:
@@ -49,18 +48,14 @@ class Server(http.server.ThreadingHTTPServer):
     if not isinstance(sys.exception(), ConnectionError):
       super().handle_error(request, client_address)
 
-  def page_of(self, path: str, chosen: Sequence[str]) -> LivePage | None:
-    """The page of an address without its last part: / is the first page, /NAME/ the run NAME of its list, and
-    /?run=NAME&run=OTHER the comparison of these runs."""
+  def page_of(self, path: str) -> LivePage | None:
+    """The page of an address without its last part: / is the first page, and /NAME/ the run NAME of its list."""
     name = urllib.parse.unquote(path).strip("/")
-    names = [name] if name else chosen
-    if not names:
+    if not name:
       return self.page
     with contextlib.suppress(ConfigError):
-      runs = self.page.runs()
-      if runs.keys() >= set(names):
-        folders = [runs[name] for name in names]
-        return self._runs.setdefault(tuple(folders), LivePage(folders, self.page.period))
+      if folder := self.page.runs().get(name):
+        return self._runs.setdefault(folder, LivePage([folder], self.page.period))
     return None
 
   @property
@@ -89,13 +84,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     if address.path == "/metrics":
       self._send_metrics()
       return
-    query = urllib.parse.parse_qs(address.query)
-    page = self.server.page_of(folder, query.get("run", []))
+    page = self.server.page_of(folder)
     if page and not last:
       self._send(200, "text/html; charset=utf-8", markup.page("Run", live.SHELL))
     elif page and last == "state":
       state = page.state()
-      known = query.get("version") == [str(state.version)]
+      known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]
       answer = {"version": state.version, "notice": state.notice, "is_late": state.is_late}
       self._send(200, "application/json", json.dumps(answer | {"body": None if known else state.body}))
     else:

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from end_to_end.benchmarks.common import positive, positives
-from end_to_end.partition import FAR, NEAR, hosts
+from end_to_end.network import FAR, NEAR, hosts
 from tests.support.command import ROOT, cpu_environment
 
 from worlds.exchange import Exchange, FlatLayout, Part

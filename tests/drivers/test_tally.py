@@ -6,10 +6,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from end_to_end import flips
-from end_to_end.flips import STEPS, Runs
 from tests.support.elastic_harness import TINY
 from tests.support.jax_processes import Processes
+from tests.support.member_threads import STEPS, Runs
 
 from input_pipeline.tally import Tally
 from trainer.drivers.many_worlds import ManyWorlds
@@ -39,7 +38,7 @@ def test_members_read_each_row_once_and_their_sums_are_the_whole_batch(tmp_path,
 
   monkeypatch.setattr(data.train, "batch", reading)
   monkeypatch.setattr(ManyWorlds, "step", stepping)
-  assert len(runs.play(3, group, flips.STEPS + 1).states()) == 3
+  assert len(runs.play(3, group, STEPS + 1).states()) == 3
   assert found == [[one] * 3 for one in expected]
   # The first step of each process reads all rows: nobody has counted them before.
   assert {read[key] for key in read if key[0] > 0} == {1}, read

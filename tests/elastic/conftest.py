@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="package")
 def harness(tmp_path_factory, shared):
-  """A harness whose runs share compiled steps. All runs must have the number of steps of elastic_histories.KEYS.
+  """A harness whose runs share compiled steps. All runs must have the number of steps of histories.elastic.KEYS.
 
   Only the steps that a run needs are compiled. test_retry.py and test_pathways_command.py show their preparation.
   """
@@ -16,6 +16,6 @@ def harness(tmp_path_factory, shared):
 
 @pytest.fixture(scope="package")
 def undisturbed_run(harness):
-  from end_to_end import elastic_histories
+  from end_to_end.histories import elastic
 
-  return elastic_histories.run(harness, "undisturbed", "", fixed_mesh=True)
+  return elastic.run(harness, "undisturbed", "", fixed_mesh=True)

@@ -8,7 +8,7 @@ import threading
 import time
 
 import pytest
-from end_to_end.elastic_histories import KEYS, STEPS
+from end_to_end.histories.elastic import KEYS, STEPS
 from tests.support import guide_awk
 from tests.support.seeds import few
 

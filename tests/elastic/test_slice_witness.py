@@ -1,9 +1,9 @@
-"""The witness where one controller drives simulated slices. `python -m end_to_end.slice_flips` plays more."""
+"""The witness where one controller drives simulated slices. `end_to_end.histories flips` plays more."""
 
 from __future__ import annotations
 
 import pytest
-from end_to_end import elastic_histories
+from end_to_end.histories import elastic
 
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
@@ -16,7 +16,7 @@ from trainer.elastic.retry import check
 def test_slices_with_a_wrong_state_and_wrong_sums_are_lost_and_stay_away(harness):
   """Of three slices, one gets another optimizer state; then one of the two that are left has a transient fault."""
   faults = "flip_optimizer@3:1, flip_gradient@8:2"
-  keys = [*elastic_histories.KEYS, "elastic_min_slice_count=1", "witness_period=4", f"fault_injection={faults}"]
+  keys = [*elastic.KEYS, "elastic_min_slice_count=1", "witness_period=4", f"fault_injection={faults}"]
   history = harness.run("witness", keys)
   assert history.outcome.kind == "complete"
   first, second = history.of_kind("witness")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from end_to_end import data_histories
+from end_to_end.histories import data as data_histories
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -78,6 +78,7 @@ class History:
   state: dict[str, Any]  # fingerprints of the arrays in the last checkpoint: weights and optimizer state
   events: list[dict[str, Any]]
   log: str
+  seen: Any  # what `look` has returned
 
   def of_kind(self, kind: str) -> list[dict[str, Any]]:
     return [event for event in self.events if event["kind"] == kind]
@@ -131,10 +132,11 @@ class Harness:
     keys: Iterable[str],
     prepare: Prepare = lambda session, cluster: None,
     watch: Callable[[ElasticRun], None] = lambda elastic: None,
+    look: Callable[[Path], Any] = lambda directory: None,
   ) -> History:
     """Runs TINY with these key=value and returns its history. Removes the folder of the run.
 
-    prepare: called before the first attempt. watch: called before each attempt.
+    prepare: called before the first attempt. watch: called before each attempt. look: called with the folder.
     """
     places = [f"base_output_directory={self._directory}", f"run_name={name}"]
     config = load(["configs/base.yml", *last_of_each([*TINY.split(), *_ALWAYS.split(), *places, *keys])])
@@ -161,8 +163,9 @@ class Harness:
     meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"
     state = checksums.parse(meta.read_bytes(), meta.name)["arrays"]
     log = (Path(config.run_directory) / "log.txt").read_text()
+    seen = look(Path(config.run_directory))
     shutil.rmtree(config.run_directory)
-    return History(outcome, losses, recorder.used, state, events, log)
+    return History(outcome, losses, recorder.used, state, events, log, seen)
 
   def _attempt(
     self,

@@ -1,46 +1,43 @@
 """Reads data through random histories of a run whose resumes change all that may change, and follows every example.
 
-  python -m end_to_end.data_histories [--count 1000]
-
 A history has 1 to 8 sources (one of them has conversations) with weights that change, limits of epochs and bad records,
 slices that are lost and return, hosts that share the rows of each step, and resumes, also of resumes and at the same
 step. A resume may change the size of the batch, the weights, the sources (also one source alone, without a mixture),
-the packing, the length of an example and the seed. Some runs keep the order of examples of an older version.
+the packing, the length of an example and the seed.
 
 The examples of each source must be those of the source alone, in its order: none is lost, and none is repeated before
 the next epoch of its source. Each share of a mixture has an error below one example since the last change. The cursor
 counts the examples that were read. A resume is refused only if allow_config_change does not name what has changed.
-Prints a history that breaks a rule, made as small as possible, and exits with 1.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import io
 import itertools
 import json
 import math
-import sys
-import tempfile
-import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from hypothesis import HealthCheck, Phase, given, settings
+from end_to_end.histories.__main__ import Play, Played
+from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tests.support import chats
 
 from input_pipeline import order
 from input_pipeline.loader import Loader, make_loader
+from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.schema import Config, DataSection
 from trainer.elastic import batch_plan
 from trainer.run import run_data
 
+BATCH = 25  # histories of a seed: the first ones of hypothesis are simple
 ROWS = 3  # of a slice
 VOCAB = 900_001  # the tokens of source k begin with 100,000 k
 DOCUMENTS = (1000, 200, 30, 60, 90, 45, 120, 75)
@@ -283,31 +280,32 @@ def _first_token(content: bytes) -> int:
   return int(np.frombuffer(content[:4], np.int32)[0])
 
 
-def main() -> int:
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument("--count", type=int, default=1000)
-  count = parser.parse_args().count
-  seen = Counter[str]()
-  with tempfile.TemporaryDirectory() as name:
-    folder = Path(name)
-    write_sources(folder)
+@contextlib.contextmanager
+def opened(folder: Path, kind: str, seeds: range, keys: Sequence[str]) -> Iterator[Play]:
+  """Yields what plays BATCH histories. One that breaks a rule is made as small as possible."""
+  write_sources(folder)
 
-    @settings(deadline=None, max_examples=count, phases=[Phase.generate, Phase.shrink], derandomize=True, database=None,
+  def play(number: int) -> Played:
+    found: list[History] = []
+    counts = Counter[str]()
+
+    @seed(number)
+    @settings(deadline=None, max_examples=BATCH, phases=[Phase.generate, Phase.shrink], database=None,
               suppress_health_check=list(HealthCheck))  # fmt: skip
     @given(history=histories())
     def run(history: History) -> None:
+      found[:] = [history]
       with contextlib.redirect_stdout(io.StringIO()):  # the preparation names the bad records
         check_history(folder, history)
-      seen.update(_statistics(history))
+      counts.update(_statistics(history))
 
-    began, cpu = time.monotonic(), time.process_time()
-    run()
-  print(", ".join(f"{value:,} {kind}" for kind, value in seen.items()))
-  print(
-    f"0 lost, 0 repeated, 0 reordered, 0 falsely refused; {time.monotonic() - began:.0f} s, "
-    f"{time.process_time() - cpu:.0f} CPU seconds"
-  )
-  return 0
+    try:
+      run()
+    except (AssertionError, ConfigMismatch) as error:
+      return Played(str(found), [str(error)], counts)
+    return Played(str(found), [], counts)
+
+  yield play
 
 
 def _statistics(history: History) -> dict[str, int]:
@@ -327,7 +325,3 @@ def _statistics(history: History) -> dict[str, int]:
     "changes of weights at a step": sum(entry["weight"].count("@") for entry in entries),
     "runs with the order of an older version": int(history.order == order.FIRST),
   }
-
-
-if __name__ == "__main__":
-  sys.exit(main())

@@ -1,0 +1,333 @@
+"""Histories of slices that are processes: what is hit, and when, is drawn by the seed from the tables below.
+
+Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
+away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
+surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
+kind `storage` the run is in a bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all
+processes the same command starts again. No member may be lost that was not hit. The processes are forked from one that
+has imported everything, so that a start does not take seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from end_to_end.histories import oracle
+from end_to_end.histories.__main__ import Play, Played
+from end_to_end.histories.bucket import Bucket, BucketRun
+from tests.support.command import is_running
+from tests.support.forked_runs import SLOWED, Server, StandaloneServer
+from tests.support.process_runs import ProcessRun
+
+STEPS, EVAL_INTERVAL = 150, 25
+KEYS = (f"steps={STEPS}", "checkpoint_period=20", "base_num_decoder_layers=2")
+LIMIT_SECONDS = 300.0  # for one life of the supervisor
+LIVES = 8  # of the supervisor, at most
+PAUSE_SECONDS = 6.0  # longer than the 5 s for which a member may be silent
+# Faults that end the launch, and its exit code. A launch that is complete before ends with 0.
+ENDS = {"supervisor": -signal.SIGKILL, "all": -signal.SIGKILL, "eval": 42, "move": 42}
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+
+
+@dataclass(frozen=True)
+class Scenario:
+  """What a kind of history draws from. faults: {kind of fault: weight}. always: faults that each history has. counts:
+  of members that are hit at once. keys: of all runs."""
+
+  faults: dict[str, int]
+  always: Sequence[str] = ()
+  faults_at_most: int = 4
+  counts: Sequence[int] = (1, 1, 2)
+  outputs: Sequence[str] = ("file",)
+  shares: Sequence[int] = (1,)
+  slices: Sequence[int] = (3,)
+  slow: float = 0.0  # share of the histories with a slow member
+  first: int = 1  # the steps in which faults can begin
+  last: int = STEPS - 5
+  keys: Sequence[str] = ("eval_interval=7", "eval_steps=2")
+
+
+MEMBERS = Scenario(
+  {"kill": 8, "term": 2, "stop": 1, "supervisor": 1, "all": 1, "again": 3, "pause": 1, "cut": 1},
+  outputs=("file", "pipe", "full"),
+  shares=(1, 1, 1, 2, 4, 8),
+  slices=(3, 3, 4),
+  slow=1 / 3,
+)
+WORLD = Scenario(
+  {"starts": 1, "eval": 2, "move": 1, "saves": 2, "kill": 1},
+  always=("starts",),
+  faults_at_most=3,
+  counts=(1, 2),
+  last=STEPS - 2 * EVAL_INTERVAL,
+  keys=(f"eval_interval={EVAL_INTERVAL}", "eval_steps=200"),  # evaluations that last long enough for SIGTERM
+)
+STORAGE = Scenario({"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=5)
+
+
+@dataclass(frozen=True)
+class Fault:
+  """What happens once `step` is recorded: `kind` to `count` members, `delay` seconds later.
+
+  kill, stop, term: a signal to members; again: a kill soon after the first fault; supervisor, all: SIGKILL to these;
+  pause: the supervisor is stopped for a while; cut: the reader of the output goes away; starts: a member dies, and
+  `count` times again while it starts; eval: SIGTERM in an evaluation, to the supervisor or (2) to all; move: SIGTERM,
+  and the folder moves; saves: they fail for a while; bucket: it fails for `seconds`."""
+
+  step: int
+  kind: str
+  count: int
+  delay: float
+  seconds: float = 0.0
+
+  def __str__(self) -> str:
+    for_seconds = f" for {self.seconds:.0f} s" if self.seconds else ""
+    return f"{self.kind}@{self.step}" + (f" x {self.count}" if self.count > 1 else "") + for_seconds
+
+
+@dataclass(frozen=True)
+class Plan:
+  """One history."""
+
+  slices: int
+  shares: int  # of a slice
+  keys: tuple[str, ...]
+  options: tuple[str, ...]
+  output: str  # of all processes: file, pipe or full
+  slowed: str  # a value of forked_runs.SLOWED
+  faults: tuple[Fault, ...]
+
+  @property
+  def restarts(self) -> bool:
+    """Whether all processes are lost, so that steps are done again."""
+    return any(fault.kind in ("all", "supervisor") for fault in self.faults)
+
+
+def scenario_of(kind: str, seed: int) -> Scenario:
+  return STORAGE if kind == "storage" else WORLD if seed % 3 == 2 else MEMBERS
+
+
+def plan(scenario: Scenario, seed: int) -> Plan:
+  """Returns history `seed`."""
+  chance = random.Random(seed)
+  kinds = [*scenario.always]
+  drawn = chance.randrange(1, scenario.faults_at_most + 1) - len(kinds)
+  kinds += chance.choices(list(scenario.faults), [*scenario.faults.values()], k=max(0, drawn))
+  output = chance.choice(scenario.outputs)
+  faults: list[Fault] = []
+  for kind in kinds:
+    step, delay = chance.randrange(scenario.first, scenario.last), chance.random() * 0.05
+    if kind == "again":
+      kind, step = "kill", faults[0].step if faults else step
+    if kind == "cut" and output != "pipe":
+      kind = "kill"
+    seconds = chance.choice([1, 5, 20, 90]) * chance.uniform(0.5, 1.0) if kind == "bucket" else 0.0
+    faults.append(Fault(step, kind, chance.choice(scenario.counts) + (kind == "starts"), delay, seconds))
+  slices, shares = chance.choice(scenario.slices), chance.choice(scenario.shares)
+  keys = (f"elastic_min_slice_count={chance.choice([1, 1, -1, 2])}", f"exchange_streams={chance.choice([1, 2])}")
+  options = ("--spares", "1") if chance.random() < 0.2 else ()
+  slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < scenario.slow else ""
+  return Plan(slices, shares, keys, options, output, slowed, tuple(sorted(faults, key=lambda fault: fault.step)))
+
+
+class Player:
+  """Plays the faults of one history on a run. hit: how often each member was hit. counts: what has happened."""
+
+  def __init__(self, run: ProcessRun, output: str, faults: Sequence[Fault], seed: int, bucket: Bucket | None) -> None:
+    self._run, self._output, self._left = run, output, list(faults)
+    self._chance, self._bucket = random.Random(seed + 1), bucket
+    self.hit: Counter[int] = Counter()
+    self.counts: Counter[str] = Counter()
+    self._supervisor = 0
+    self._cut: Callable[[], None] = lambda: None
+
+  def play(self) -> list[str]:
+    """Runs to the end. Returns the rules that exit codes and the losses of members break."""
+    with self._run.piped() if self._output == "pipe" else contextlib.nullcontext(self._cut) as self._cut:
+      if self._output == "full":
+        self._run.output = Path("/dev/full")
+      broken = self._live()
+    losses = [(member, event["error"]) for event in self._run.events("slice_down") for member in event["slice"]]
+    for member, times in (Counter(member for member, _ in losses) - self.hit).items():
+      reasons = [reason for one, reason in losses if one == member]
+      broken.append(f"member {member} is lost {times} times too often: {reasons}")
+    return broken
+
+  def _live(self) -> list[str]:
+    for _ in range(LIVES):
+      last = ""
+      with self._run.launched() as supervisor:
+        self._supervisor = supervisor.pid
+        while self._left and self._wait(lambda: self._run.last_step >= self._left[0].step, LIMIT_SECONDS):
+          fault = self._left.pop(0)
+          time.sleep(fault.delay)
+          last = fault.kind
+          self.counts[fault.kind] += self._strike(fault)
+          if fault.kind in ENDS:
+            supervisor.wait(60)
+            self._run.wait_for_processes(seconds=90)
+          if fault.kind == "move":
+            move(self._run)
+        code = self._run.wait(supervisor, LIMIT_SECONDS)
+      if code == 0:
+        return []
+      if code != ENDS.get(last, 42):
+        return [f"ended with exit code {code}"]
+    return [f"not complete after {LIVES} lives"]
+
+  def _wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> bool:
+    """Waits for the condition. False: the run has ended, or the time is over."""
+    deadline = time.monotonic() + seconds
+    while not (met := condition()) and time.monotonic() < deadline and is_running(self._supervisor):
+      time.sleep(0.005)
+    return met
+
+  def _strike(self, fault: Fault) -> int:
+    """Makes the fault happen. Returns how many processes it has hit."""
+    if fault.kind not in SIGNALS:
+      return int(getattr(self, f"strike_{fault.kind}")(fault))
+    workers = self._run.workers()
+    victims = self._chance.sample(sorted(workers), min(fault.count, len(workers)))
+    self.hit.update(victims)
+    return sum(self._run.send(workers[member], SIGNALS[fault.kind]) for member in victims)
+
+  def strike_supervisor(self, fault: Fault) -> int:
+    return self._run.send(self._supervisor, signal.SIGKILL)
+
+  def strike_all(self, fault: Fault) -> int:
+    return sum(self._run.send(pid, signal.SIGKILL) for pid in [self._supervisor, *self._run.workers().values()])
+
+  def strike_pause(self, fault: Fault) -> int:
+    self._run.send(self._supervisor, signal.SIGSTOP)
+    time.sleep(PAUSE_SECONDS)
+    return self._run.send(self._supervisor, signal.SIGCONT)
+
+  def strike_cut(self, fault: Fault) -> int:
+    self._cut()
+    return 1
+
+  def strike_bucket(self, fault: Fault) -> int:
+    assert self._bucket is not None
+    self._bucket.fail(fault.seconds, self._chance.choice(Bucket.WAYS))
+    return 1
+
+  def strike_move(self, fault: Fault) -> int:
+    self._wait(lambda: bool(self._run.workers()))
+    return self._run.send(self._supervisor, signal.SIGTERM)
+
+  def strike_eval(self, fault: Fault) -> int:
+    run = self._run
+    owed = lambda: run.last_step % EVAL_INTERVAL == 0 < run.last_step not in run.evaluations()
+    # Owed by an earlier launch, perhaps: a launcher without members has no handler yet.
+    self._wait(lambda: bool(run.workers()) and owed())
+    asked = [self._supervisor, *run.workers().values()] if fault.count > 1 else [self._supervisor]
+    return sum(run.send(pid, signal.SIGTERM) for pid in asked)
+
+  def strike_starts(self, fault: Fault) -> int:
+    self._wait(lambda: bool(self._run.workers()))
+    victim = self._chance.choice(sorted(self._run.workers()) or [0])
+    pid = done = 0
+    for _ in range(1 + fault.count):
+      new = lambda pid=pid: self._run.workers().get(victim, pid)
+      if not self._wait(lambda new=new, pid=pid: new() != pid):
+        break
+      pid = new()
+      time.sleep(self._chance.random() * 0.5 * bool(done))
+      self.hit[victim] += 1
+      done += self._run.send(pid, self._chance.choice([signal.SIGKILL, signal.SIGABRT]))
+    return done
+
+  def strike_saves(self, fault: Fault) -> int:
+    """For a while a file is in the place of the folder of the checkpoints. A start would rightly end with 2."""
+    run, before = self._run, self._run.last_step
+    folder, aside = run.directory / "checkpoints", run.directory / "aside"
+    if not self._wait(lambda: run.last_step > before) or not folder.is_dir():
+      return 0
+    failed = run.count("checkpoint_failed")
+    folder.rename(aside)
+    folder.touch()
+    # The last save must not fail: then the run rightly ends with 1.
+    self._wait(lambda: run.count("checkpoint_failed") > failed or run.last_step >= STEPS - EVAL_INTERVAL, 3)
+    folder.unlink()
+    aside.rename(folder)
+    return 1
+
+
+def move(run: ProcessRun) -> None:
+  """Moves the run to another place, where its next launch finds it."""
+  folder = run.folder.with_name(f"{run.folder.name}-moved")
+  run.folder.rename(folder)
+  run.keys = [key.replace(str(run.folder), str(folder)) for key in run.keys]
+  run.folder, run.directory, run.log = folder, folder / "out" / "run", folder / run.log.name
+
+
+def check(run: ProcessRun, undisturbed: ProcessRun, restarts: bool) -> list[str]:
+  """The rules that a complete run breaks."""
+  # Two kills may hit the only two members that have the state. The protocol's model tests that nothing else leads here.
+  restarts = restarts or run.count("checkpoint_restored") > 0
+  restarts = restarts or sum(event["tier"] == "none" for event in run.events("restore")) > 1
+  ours, theirs = (oracle.read(each.directory, STEPS, printed=each.printed) for each in (run, undisturbed))
+  again = run.folder.parent / run.folder.name.removesuffix("-moved")
+  left = [f"{again} is there again"] if again != run.folder and again.exists() else []
+  return left + oracle.broken(ours, theirs, oracle.Promise(STEPS, repeats=restarts))
+
+
+class Histories:
+  """Runs of one kind in a folder, which share compiled programs and undisturbed runs."""
+
+  def __init__(self, folder: Path, kind: str, keys: Sequence[str], server: Server, bucket: Bucket | None) -> None:
+    self._folder, self._kind, self._keys, self._server, self._bucket = folder, kind, keys, server, bucket
+    self._references: dict[tuple[object, ...], ProcessRun] = {}
+
+  def play(self, seed: int) -> Played:
+    scenario = scenario_of(self._kind, seed)
+    history = plan(scenario, seed)
+    batch = [f"per_device_batch_size={max(2, history.shares)}", f"shares_per_slice={history.shares}"]
+    own = [*KEYS, *scenario.keys, *self._keys, *batch, f"jax_cache_dir={self._folder / 'compiled'}"]
+    shape = history.slices, history.shares, scenario.keys
+    if shape not in self._references:
+      reference = self._run(f"undisturbed-{len(self._references)}", own, history.slices)
+      assert not (wrong := Player(reference, "file", (), 0, None).play()), (wrong, reference.tail())
+      self._references[shape] = reference
+    environment = {SLOWED: history.slowed} if history.slowed else {}
+    run = self._run(f"history-{seed}", [*own, *history.keys], history.slices, history.options, environment)
+    player = Player(run, history.output, history.faults, seed, self._bucket)
+    try:
+      broken = player.play() or check(run, self._references[shape], history.restarts)
+    except AssertionError as error:
+      broken = [str(error)]
+    player.counts["recoveries"] = run.count("recovery")
+    player.counts["slow member named"] = sum(event["factor"] > 1 for event in run.events("member_slow"))
+    what = f"{', '.join(map(str, history.faults))}; {history}"
+    return Played(what, broken, player.counts, run.tail() if broken else "")
+
+  def _run(
+    self,
+    name: str,
+    keys: Sequence[str],
+    slices: int,
+    options: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+  ) -> ProcessRun:
+    given = {"slices": slices, "options": options, "server": self._server}
+    if self._bucket:
+      return BucketRun(self._bucket, self._folder / name, keys, environment=environment or {}, **given)
+    return ProcessRun(self._folder / name, keys, environment=environment, **given)
+
+
+@contextlib.contextmanager
+def opened(folder: Path, kind: str, seeds: range, keys: Sequence[str], server: Server | None = None) -> Iterator[Play]:
+  """Yields what plays a history. server: forks the processes; None: one of its own."""
+  with contextlib.ExitStack() as stack:
+    if server is None:
+      server = StandaloneServer()
+      stack.callback(server.close)
+    bucket = stack.enter_context(Bucket(folder / "bucket").running()) if kind == "storage" else None
+    yield Histories(folder, kind, keys, server, bucket).play

@@ -12,6 +12,7 @@ KIND is one of:
   partition   three network namespaces whose links are cut (Linux, `unshare`)
   flips       a flipped bit in gradients, weights or optimizer state, with one controller and with processes
   sigterm     SIGTERM at random moments of the real command
+  kill        kill -9 at random moments of the real command, which trains on text or conversations
   data        resumes that change batch size, weights, sources, packing, length and seed; 25 for each seed; no training
 
 Seed i determines history i. Every run must complete with the promised exit codes. Every line of metrics and the final
@@ -38,9 +39,14 @@ from typing import Any
 
 DEFAULTS = {
   "elastic": 100, "pathways": 20, "processes": 20, "storage": 10, "partition": 1, "flips": 50, "sigterm": 10,
-  "data": 40,
+  "kill": 10, "data": 40,
 }  # fmt: skip
-MODULES = {"pathways": "elastic", "storage": "processes"}  # other kinds have a module of their name
+MODULES = {
+  "pathways": "elastic",
+  "storage": "processes",
+  "sigterm": "command",
+  "kill": "command",
+}  # other kinds have a module of their name
 
 
 @dataclasses.dataclass

@@ -22,12 +22,6 @@ CONFIGURED = {"trainer", "trainer.tools.preflight", "trainer.tools.elastic_demo"
 CONFIGURED |= {"trainer.launch.local", "trainer.launch.ray"}
 
 
-def section(page: str, title: str) -> str:
-  found = page.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
-  assert found, f"no section '{title}'"
-  return found
-
-
 def blocks(page: pathlib.Path) -> list[tuple[str, str]]:
   """(language, text) of the code blocks of a page."""
   return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), flags=re.MULTILINE | re.DOTALL)

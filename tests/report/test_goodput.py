@@ -4,13 +4,14 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from tests.support import fake_run
 from tests.support.command import without_times
 
 from trainer.config.errors import ConfigError
 from trainer.observe import events, log, metrics
-from trainer.report import goodput, history, incidents, page
+from trainer.report import goodput, history, incidents, list_page, page
 
 
 class Life:
@@ -180,6 +181,7 @@ def test_the_time_after_a_complete_run_does_not_count(tmp_path, pause):
   assert seconds(tmp_path) == {"steps": 15.0, "init": 8.0}
   if pause > 0:  # the picture has the same clock
     result, rows = compute(tmp_path), history.load(str(tmp_path)).rows
+    assert f"without {metrics.format_duration(3 * pause)} after it was complete" in goodput.format_line(result)
     assert goodput.elapsed(result, rows["wall"])[[9, 10, -1]] == pytest.approx([12, 17, 21])
     Life(tmp_path, wall).step(16)  # then killed
     Life(tmp_path, wall + 40).step(17)
@@ -255,16 +257,61 @@ def test_no_wrong_value_in_a_record_ends_the_report(tmp_path):
     kinds = {(record.get("kind"), "loss" in record): index for index, record in enumerate(records)}
     fields = [(index, field) for index in kinds.values() for field in records[index]]
     for number, (index, field) in enumerate(fields):
-      wrong = ["x", [1], {"a": 1}, math.inf, None][number % 5]
+      wrong = ["x", [1], {"a": 1}, math.inf, None, 1e13, 1e300, -1e13, 10**400][number % 9]
       path.write_text(
         "".join(json.dumps(r | {field: wrong} if i == index else r) + "\n" for i, r in enumerate(records))
       )
       run = history.load(str(tmp_path / "a"))
       assert len(run.rows) >= 60 and page.sections_of(run, goodput.compute(run), "", 1.0)
+      assert list_page.body([list_page.read(str(tmp_path / "a"), "a")], 1.8e9)
       assert len(metrics.read_metrics(str(tmp_path / "a"))) >= 59
       changed += 1
     path.write_text("\n".join(map(json.dumps, records)))
   assert changed > 60
+
+
+@pytest.mark.parametrize(
+  ("file", "field", "wrong"),
+  [
+    ("metrics.jsonl", "seconds", 1e13),
+    ("metrics.jsonl", "data_wait", -1e13),
+    ("metrics.jsonl", "wall", 1e300),
+    ("metrics.jsonl", "loss", 10**400),
+    ("events.jsonl", "wall", 1e300),
+    ("events.jsonl", "monotonic", 1e13),
+    ("events.jsonl", "blocking_seconds", 1e300),
+    ("events.jsonl", "num_slices", 10**400),
+  ],
+)
+def test_one_impossible_number_does_not_take_the_list_of_all_runs_down(tmp_path, file, field, wrong):
+  fake_run.plain_run(tmp_path / "a", steps=20)
+  path = tmp_path / "a" / file
+  records = [json.loads(line) for line in path.read_text().splitlines()]
+  index = [i for i, record in enumerate(records) if field in record][:2][-1]  # not the first record of the run
+  path.write_text("".join(json.dumps(r | {field: wrong} if i == index else r) + "\n" for i, r in enumerate(records)))
+  row = list_page.read(str(tmp_path / "a"), "a")
+  assert "20 of 20" in list_page.body([row], 1.8e9) and not row.problem
+
+
+@pytest.mark.parametrize("clock", [0.0, 3e6, -3e6])
+def test_the_clocks_of_two_hosts_make_no_duration(tmp_path, clock):
+  """A process takes the records over after 0.7 s, and another one continues the run later."""
+  first = Life(tmp_path, wall=1.8e9)
+  first.after(0, "run_start")
+  for step in range(1, 11):
+    first.step(step)
+  second = Life(tmp_path, wall=1.8e9 + 10.7 + clock, monotonic=5000.0)
+  second.after(0, "primary", step=10, host="other", seconds=0.7)
+  for step in range(11, 21):
+    second.step(step)
+  second.after(0, "run_end", exit=42)
+  run = history.load(str(tmp_path))
+  assert seconds(tmp_path) == {"steps": 20.0, "down": 0.7}
+  assert np.ptp(goodput.elapsed(goodput.compute(run), run.rows["wall"])) == pytest.approx(19.7)
+  assert run.last_wall == pytest.approx(1.8e9 + 20.7 + clock)  # a reader compares it with its own clock
+  third = Life(tmp_path, wall=1.8e9 + 10)  # by the clock of its host, the run goes on already
+  third.step(21)
+  assert seconds(tmp_path) == {"steps": 21.0, "down": 0.7}
 
 
 @pytest.mark.parametrize("ends", [{}, {"exit": None}])

@@ -51,7 +51,8 @@ Faults and recovery
                  others'), where (dict: host and devices of each), agreed (dict: the last round without a difference),
                  arrays (dict: how many bits differ, at least)
   preemption     step (completed so far), signal
-  primary        step: this process writes the records from here on; the primary before it is lost or has left
+  primary        step, host, seconds (since this process had its last step or evaluation): this process writes the
+                 records from here on; the primary before it is lost or has left
   hang           step, silent_seconds; of the watchdog, which then ends the process, also operation (or null)
   late_step      step, silent_seconds, operation (null): the watchdog has written the stacks, and still waits
   nonfinite      step, loss, grad_norm

@@ -55,6 +55,7 @@ _NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples
 # Without a value, a record has no such field.
 _OPTIONAL = {field.name for field in dataclasses.fields(StepRecord) if field.default is None} - {"mfu", "proof"}
 _PLAIN = {int, float, bool, type(None)}
+_LARGEST = 1 << 63
 
 
 def format_step_line(record: StepRecord) -> str:
@@ -129,6 +130,7 @@ class Metrics:
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
     self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
+    self._recent_at = float(events.stamp()["monotonic"])  # when the newest of these was made
     self.callbacks: list[Callable[[StepRecord], object]] = []
     """Called with each record that `write` gets, after it is written. Their errors are raised there."""
     self._before = _last_step_record(self._last_records())  # perhaps of a launch that was ahead of this one
@@ -145,12 +147,22 @@ class Metrics:
 
   def remember(self, records: list[dict[str, Any]]) -> None:
     """Takes in what another process has `remembered`."""
+    self._recent_at = float(self._events.stamp()["monotonic"])
     self._recent.extend(Evaluation(**one) if "eval_loss" in one else StepRecord(**one) for one in records)
+
+  def _remember(self, record: StepRecord | Evaluation) -> None:
+    self._recent.append(record)
+    self._recent_at = float(self._events.stamp()["monotonic"])
 
   @property
   def last_step(self) -> int:
     """The last step that this process has recorded or remembers; 0: none."""
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
+
+  @property
+  def seconds_since_last_record(self) -> float:
+    """How long ago this process last had a record, by its own clock."""
+    return float(self._events.stamp()["monotonic"] - self._recent_at)
 
   def recorded_step(self) -> int:
     """The step that was recorded last, by any process, since this process began; 0: none."""
@@ -184,7 +196,7 @@ class Metrics:
 
   def write(self, record: StepRecord) -> None:
     """Records one completed step. Does no I/O to object stores on the caller's thread."""
-    self._recent.append(record)
+    self._remember(record)
     self._write(record)
     if self.callbacks:
       self.settle()
@@ -220,7 +232,7 @@ class Metrics:
 
   def write_eval(self, evaluation: Evaluation) -> None:
     """Records one evaluation."""
-    self._recent.append(evaluation)
+    self._remember(evaluation)
     self._write_eval(evaluation)
 
   def _write_eval(self, evaluation: Evaluation) -> None:
@@ -306,15 +318,21 @@ def read_records(run_directory: str) -> list[dict[str, Any]]:
 def sound(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
   """Yields the records with a step. What another program has changed is left out: records without one, wrong values."""
   for record in records:
-    if not isinstance(record.get("step"), int):
+    if not isinstance(record.get("step"), int) or not _is_plain(record["step"]):
       continue
-    if not _PLAIN.issuperset(map(type, map(record.get, _NUMBERS))):
+    if not all(map(_is_plain, map(record.get, _NUMBERS))):
       for name in _NUMBERS & record.keys():
         if type(record[name]) is str:  # "nan", "inf"
           record[name] = number(record[name])
-        if type(record[name]) not in _PLAIN:
+        if not _is_plain(record[name]):
           del record[name]
     yield record
+
+
+def _is_plain(value: Any) -> bool:
+  """Whether a value is a number that a record may have, or None."""
+  kind = type(value)
+  return kind in _PLAIN and (kind is not int or -_LARGEST < value < _LARGEST)
 
 
 def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np.ndarray) -> np.ndarray:

@@ -120,6 +120,12 @@ def elapsed(result: dict[str, Any], wall: Any) -> Any:
   return wall - result["began"] - sum(np.clip(wall - begin, 0, end - begin) for begin, end in result["idle"])
 
 
+def without_pauses(result: dict[str, Any]) -> str:
+  """What the wall time of the run leaves out, in words; "" if that is nothing. result: of `compute`."""
+  idle = sum(end - begin for begin, end in result["idle"])
+  return f", without {format_duration(idle)} after it was complete" if idle else ""
+
+
 def _slice_percent(run: RunHistory) -> float | None:
   total = max((event.get("num_slices") or 0 for event in run.of_kind("run_start")), default=0)
   seconds = run.steps["seconds"].sum()
@@ -138,7 +144,7 @@ def format_line(result: dict[str, Any]) -> str:
   """`goodput: 91.20% of 0:02:03 (compile 5.10%, init 2.00%, ...), steps lost: 1`, without empty buckets."""
   rest = sorted(((share, name) for name, share in result["percent"].items() if name != "steps" and share), reverse=True)
   detail = ", ".join(f"{name} {share:.2f}%" for share, name in rest)
-  wall = format_duration(result["wall_seconds"])
+  wall = format_duration(result["wall_seconds"]) + without_pauses(result)
   return f"goodput: {result['goodput_percent']:.2f}% of {wall} ({detail}), steps lost: {result['steps_lost']}"
 
 
@@ -186,10 +192,10 @@ def _claims_of_life(life: _Life) -> tuple[_Claims, int, int]:
   claims: _Claims = collections.defaultdict(list)
   step_ends = (wall + life.rows["monotonic"] - first) * 1e6
   step_begins = step_ends - 1e6 * life.rows["seconds"]
-  data_ends = np.minimum(step_ends, step_begins + 1e6 * np.nan_to_num(life.rows["data_wait"], posinf=0.0))
+  data_waits = np.clip(np.nan_to_num(life.rows["data_wait"], posinf=0.0), 0.0, life.rows["seconds"])
   _claim(claims, "steps", step_begins[~life.redone], step_ends[~life.redone])
   _claim(claims, "steps_lost", step_begins[life.redone], step_ends[life.redone])
-  _claim(claims, "data_wait", step_begins, data_ends)
+  _claim(claims, "data_wait", step_begins, step_begins + 1e6 * data_waits)
   ready = seen = -math.inf  # the start of the attempt; the last good moment before a fault that is claimed already
   attempt_ended = -math.inf
   for event in life.events:

@@ -19,6 +19,8 @@ from trainer.observe.metrics import METRICS_FILE, given_up, sound
 Events = list[dict[str, Any]]
 
 _LAST_STEPS = 20
+_LONGEST = 1e10  # seconds: 317 years. A longer duration, or a later time, is no value of the trainer
+_CLOCKS_DIFFER = 5.0  # seconds between the clocks of two hosts that no good clock has
 
 # A record of metrics.jsonl as a row of numbers. A number that the record lacks is nan.
 _NUMBERS = (
@@ -58,6 +60,7 @@ class RunHistory:
   evals: np.ndarray  # rows of the evaluations that count, in order
   eval_sets: dict[str, np.ndarray]  # by name, if there are several sets: their losses, one for each of `evals`
   events: Events  # of the processes that were not refused
+  last_wall: float  # the time of the newest record, by the clock of its host
   start: dict[str, Any]  # the newest run_start of these, {} if there is none
 
   @functools.cached_property
@@ -136,6 +139,7 @@ def load(run_directory: str) -> RunHistory:
   records = np.fromiter(_rows(run_directory, processes, losses), _ROW)
   if not events and not len(records):
     raise ConfigError(_not_a_run(run_directory))
+  shift = _use_one_clock(events, records, processes)
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
   starts = [event for event in events if event["kind"] == "run_start"]
   return RunHistory(
@@ -147,8 +151,38 @@ def load(run_directory: str) -> RunHistory:
     evals=records[~completed & ~redone],
     eval_sets=_by_name(list(itertools.compress(losses, ~redone[~completed]))),
     events=events,
+    last_wall=max([*records["wall"], *(event["wall"] for event in events)]) - shift,
     start=starts[-1] if starts else {},
   )
+
+
+def _use_one_clock(events: Events, records: np.ndarray, processes: dict[str, int]) -> float:
+  """Moves the wall times of a process whose host has another clock than the host of the process before it. Returns by
+  how much the times of the last process were moved.
+
+  That is known where a process takes the records over, because it says how long it had waited for them, and where a
+  process would have begun before the process before it had ended. A process that took them over twice is left alone.
+  """
+  of_process: dict[str, Events] = {process: [] for process in processes}
+  for event in events:
+    of_process[event["process"]].append(event)
+  if len(list(itertools.groupby(event["process"] for event in events))) > len(processes):
+    return 0.0
+  end, shift = -math.inf, 0.0
+  for process, index in processes.items():
+    mine, rows = of_process[process], records["process"] == index
+    walls = [*records["wall"][rows], *(event["wall"] for event in mine)]
+    begins = next((event for event in mine if event["kind"] in ("run_start", "primary")), {})
+    shift = max(0.0, end - min(walls))
+    if begins.get("kind") == "primary" and begins.get("seconds") is not None:
+      shift = end + begins["seconds"] - begins["wall"]
+    if math.isinf(end) or abs(shift) <= _CLOCKS_DIFFER:
+      shift = 0.0
+    records["wall"][rows] += shift
+    for event in mine:
+      event["wall"] += shift
+    end = max(end, max(walls) + shift)
+  return shift
 
 
 def load_with_steps(run_directory: str) -> RunHistory:
@@ -169,7 +203,12 @@ def _not_a_run(run_directory: str) -> str:
 
 def _is_record(record: dict[str, Any]) -> bool:
   """Whether a record has what every record has."""
-  return _are_finite(record, ("wall", "monotonic")) and isinstance(record.get("process"), str)
+  return _are_times(record, ("wall", "monotonic")) and isinstance(record.get("process"), str)
+
+
+def _are_times(record: dict[str, Any], names: Sequence[str]) -> bool:
+  """Whether these fields of a record are seconds that can be."""
+  return _are_finite(record, names) and all(0 <= record[name] <= _LONGEST for name in names)
 
 
 def _are_finite(record: dict[str, Any], names: Sequence[str]) -> bool:
@@ -206,9 +245,11 @@ def _cleaned(event: dict[str, Any]) -> dict[str, Any]:
 
 
 def _fits(name: str, value: Any) -> bool:
-  if name not in _TYPES and not name.endswith("seconds"):
+  if name.endswith("seconds"):
+    return value is None or _are_times({name: value}, (name,))
+  if name not in _TYPES:
     return True
-  return isinstance(value, _TYPES.get(name, _NUMBER)) and (not isinstance(value, float) or math.isfinite(value))
+  return isinstance(value, _TYPES[name]) and (not isinstance(value, int | float) or _are_finite({name: value}, (name,)))
 
 
 def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, float]]) -> Iterator[tuple[Any, ...]]:
@@ -217,15 +258,17 @@ def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, 
   Adds new processes to `processes`, and the losses of each evaluation by set to `losses`.
   """
   for record in sound(files.read_json_lines(run_directory, METRICS_FILE)):
-    needed = ("step", "seconds", "slices") if "loss" in record else ("step",)
-    if not _is_record(record) or not _are_finite(record, needed):
+    is_step = "loss" in record
+    if not _is_record(record) or (
+      is_step and not (_are_times(record, ("seconds",)) and _are_finite(record, ("slices",)))
+    ):
       continue  # damaged: a line that a program other than the trainer has changed
     process = processes.setdefault(record["process"], len(processes))
-    if "loss" not in record:
+    if not is_step:
       sets = record.get("eval_losses")
       sets = sets if isinstance(sets, dict) else {}
       losses.append({name: loss for name, loss in sets.items() if isinstance(loss, int | float)})
-    yield (*map(record.get, _NUMBERS), process, "loss" in record)
+    yield (*map(record.get, _NUMBERS), process, is_step)
 
 
 def _by_name(values: Sequence[dict[str, float]]) -> dict[str, np.ndarray]:

@@ -26,12 +26,6 @@ _HEADINGS = (
 )
 
 
-def last_record(run: RunHistory) -> float:
-  """Wall time of the newest record; 0.0 if there is none."""
-  ends = [float(run.rows["wall"].max())] if len(run.rows) else []
-  return max([*ends, *(event["wall"] for event in run.events)], default=0.0)
-
-
 def patience(run: RunHistory) -> float:
   """Seconds without a record after which a run that has not ended seems to be dead."""
   return max(_LATE_SECONDS, 10 * float(run.steps["seconds"].max())) if len(run.steps) else _START_SECONDS
@@ -63,7 +57,7 @@ def read(folder: str, name: str) -> Row:
     run = history.load(folder)
   except (ConfigError, OSError) as error:
     return Row(name, problem=str(error))
-  last, code = last_record(run), None if run.end is None else int(run.end["exit"])
+  last, code = run.last_wall, None if run.end is None else int(run.end["exit"])
   try:
     run.require_steps()
   except ConfigError as error:

@@ -147,7 +147,7 @@ def _notice(run: RunHistory | None, now: float) -> tuple[str, bool]:
     left = max(0.0, total - run.steps[-1]["step"])
     text += f", {format_duration(float(np.median(run.steps['seconds'][-_RECENT_STEPS:])) * left)} left"
   failing = _failing_saves(run, now)
-  silent = now - list_page.last_record(run)
+  silent = now - run.last_wall
   troubled = [line.rstrip(".") for line in incidents.troubled(run)]
   late = bool(failing) or silent > list_page.patience(run) or bool(troubled)
   text += f", {failing}" if failing else ""

@@ -138,7 +138,7 @@ def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
   if math.isfinite(last["mfu"]):
     tiles.append(("MFU (last step)", f"{100 * last['mfu']:.1f} %"))
   tiles += [
-    ("wall time", format_duration(goodput["wall_seconds"])),
+    (f"wall time{goodput_lib.without_pauses(goodput)}", format_duration(goodput["wall_seconds"])),
     ("goodput", f"{goodput['goodput_percent']:.2f} %"),
     ("steps done again", f"{goodput['steps_lost']:,}"),
   ]

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from trainer.report import series, style
-from trainer.report.goodput import elapsed
+from trainer.report.goodput import elapsed, without_pauses
 from trainer.report.history import Events, RunHistory
 from trainer.report.style import Size
 
@@ -53,7 +53,7 @@ class _Time:
     """goodput: the result of goodput.compute."""
     self._goodput = goodput
     self._unit, name = style.time_unit(goodput["wall_seconds"])
-    self.label = f"{name} since the first start"
+    self.label = f"{name} since the first start{without_pauses(goodput)}"
     self.end = goodput["wall_seconds"] / self._unit
 
   def at(self, wall: Any) -> Any:

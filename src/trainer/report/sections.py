@@ -11,7 +11,7 @@ import numpy as np
 from trainer.observe.metrics import format_duration
 from trainer.report import incidents as incidents_lib
 from trainer.report import markup
-from trainer.report.goodput import BUCKETS
+from trainer.report.goodput import BUCKETS, without_pauses
 from trainer.report.history import Events, RunHistory
 from trainer.report.incidents import Incident
 
@@ -101,7 +101,7 @@ def captions(run: RunHistory, result: dict[str, Any]) -> list[str]:
     loss += f", evaluation from {run.evals[0]['eval_loss']:.4g} to {run.evals[-1]['eval_loss']:.4g}"
   if run.total_slices > 1:
     loss += f"; {steps['slices'].min():.0f} to {steps['slices'].max():.0f} slices used"
-  speed = f"Loss and speed over {format_duration(result['wall_seconds'])} of wall time"
+  speed = f"Loss and speed over {format_duration(result['wall_seconds'])} of wall time{without_pauses(result)}"
   if np.isfinite(speeds).any():
     speed += f": median {np.nanmedian(speeds):,.0f} tokens per second"
   details = (
@@ -186,7 +186,8 @@ def goodput(run: RunHistory, result: dict[str, Any], price: float) -> str:
   rows = "".join(_bucket(bucket, share, result["seconds"][bucket], hourly) for bucket, share in shares)
   return (
     f"<h2>Where the wall time went</h2><p>{result['goodput_percent']:.2f} % of "
-    f"{format_duration(result['wall_seconds'])} (hours:minutes:seconds) were steps that count.</p>"
+    f"{format_duration(result['wall_seconds'])} (hours:minutes:seconds{without_pauses(result)}) were steps that "
+    "count.</p>"
     f'<div class="bar">{bar}</div><div class="scroll"><table>{rows}</table></div>'
   )
 

@@ -103,11 +103,12 @@ class Session:
         record.hand_over()
       return
     self.require_folder(config, f"the records after step {self.metrics.last_step} could not be taken over")
+    waited = self.metrics.seconds_since_last_record
     self.log.take_over(config.run_directory)
     self.events.take_over(config.run_directory)
     for missing in self.metrics.take_over():
       self.progress.step(missing)
-    self.events.emit("primary", step=self.metrics.last_step, host=environment.host())
+    self.events.emit("primary", step=self.metrics.last_step, host=environment.host(), seconds=waited)
 
   def require_folder(self, config: Config, what: str) -> None:
     """Raises CheckpointError, which begins with `what`, if the run's folder was moved or is another run's now."""

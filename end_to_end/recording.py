@@ -1,6 +1,6 @@
 """Records `kill -9` of one of three slices in a terminal, and draws the recording for README.
 
-    .venv/bin/python -m end_to_end.recording      writes docs/images/kill.svg
+    .venv/bin/python -m end_to_end.recording [--draw FILE.svg]
 
 The picture has the lines of a real run, with the pauses between them. Fields of a step line that are not needed are
 left out (...), and so are the lines for scripts and most steps.
@@ -8,6 +8,7 @@ left out (...), and so are the lines for scripts and most steps.
 
 from __future__ import annotations
 
+import argparse
 import html
 import re
 import signal
@@ -17,10 +18,8 @@ import threading
 import time
 from pathlib import Path
 
-from tests.support.command import ROOT
 from tests.support.process_runs import ProcessRun
 
-PICTURE = ROOT / "docs" / "images" / "kill.svg"
 COMMAND = (
   "python -m trainer.launch.local --slices 3 configs/elastic_demo.yml fault_injection= snapshot_period=0 steps=1000"
 )
@@ -33,12 +32,16 @@ Line = tuple[float, str]  # time, text
 
 
 def main() -> None:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("--draw", metavar="FILE.svg", type=Path, help="draw the recording")
+  draw = parser.parse_args().draw
   signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
   with tempfile.TemporaryDirectory(prefix="recording-") as directory:
     lines, killed, pid, seconds, lost = record(Path(directory))
   summary = f"{seconds:.2f} s from kill -9 to the next step, {lost or 'no'} step{'s' * (lost != 1)} lost"
-  PICTURE.write_text(picture(scene(lines, killed, pid), summary))
-  print(f"{PICTURE}: {summary}")
+  if draw is not None:
+    draw.write_text(picture(scene(lines, killed, pid), summary))
+  print(summary)
 
 
 def record(folder: Path) -> tuple[list[Line], float, int, float, int]:

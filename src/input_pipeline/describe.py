@@ -44,6 +44,6 @@ def vocabulary_warning(data: Mapping[str, Any], vocab_size: int) -> str | None:
   return (
     f"vocab_size={vocab_size:,} is far above the {ids:,} ids of the {data['tokenizer']} tokenizer: "
     f"{1 - ids / vocab_size:.1%} of the rows of embedding and head are never used, but cost memory and time. "
-    "Set tokenizer_type=bpe and tokenizer_path to the model's tokenizer.json, "
-    f"or set vocab_size={ids} (with override_model_config=true if model_name is set)."
+    f"Set vocab_size={ids} (with override_model_config=true if model_name is set), or give the model's own tokenizer "
+    "(tokenizer_type=bpe tokenizer_path=tokenizer.json)."
   )

@@ -39,9 +39,12 @@ def failure(*argv: str) -> str:
   return message
 
 
-def test_an_empty_file_is_the_defaults(write):
-  expected = Config().flat() | {"run_name": "empty"}
-  assert load([write("empty.yml", "")]).flat() == expected
+def test_an_empty_file_is_an_accident(write):
+  """It trained 1,000 steps of the default model."""
+  for text in ("", "# nothing\n"):
+    with pytest.raises(ConfigError, match=r"empty.yml: has no keys.\n.*or {} for the defaults"):
+      load([write("empty.yml", text)])
+  assert load([write("empty.yml", "{}")]).flat() == Config().flat() | {"run_name": "empty"}
 
 
 def test_base_yml_is_the_defaults():

@@ -427,7 +427,7 @@ def test_a_vocabulary_far_above_the_tokenizer_is_a_warning(root):
   """Qwen3 with the byte tokenizer used 258 of 151,936 rows without a warning."""
   described = load(root, vocab_size=151_936).describe(steps=1)
   warning = describe.vocabulary_warning(described, 151_936)
-  for part in ("vocab_size=151,936", "258 ids of the byte tokenizer", "99.8%", "tokenizer_path", "vocab_size=258"):
+  for part in ("vocab_size=151,936", "258 ids of the byte tokenizer", "99.8%", "tokenizer_path", "Set vocab_size=258"):
     assert part in warning
   assert describe.vocabulary_warning(described, 512) is None  # padding
   assert describe.vocabulary_warning(described, 517) is not None

@@ -14,6 +14,9 @@ NOTEBOOK = pathlib.Path(__file__).parents[2] / "docs" / "notebook.ipynb"
 def test_it_has_ten_cells_without_outputs():
   notebook = json.loads(NOTEBOOK.read_text())
   assert (notebook["nbformat"], notebook["nbformat_minor"], len(notebook["cells"])) == (4, 5, 10)
+  told = "".join(notebook["cells"][0]["source"])
+  assert "jupyterlab" in told and "jupyter lab docs/notebook.ipynb" in told
+  assert "elastic-trainer-jax" not in told  # nobody has published it
   assert len({cell["id"] for cell in notebook["cells"]}) == 10
   for cell in notebook["cells"]:
     code = {"outputs": [], "execution_count": None} if cell["cell_type"] == "code" else {}

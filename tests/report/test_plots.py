@@ -161,3 +161,18 @@ def test_no_legend_lies_on_a_curve(tmp_path, size):
     for line in axis.get_lines()[:2]:
       assert not box.padded(2).count_contains(axis.transData.transform(line.get_xydata()))
     assert not any(box.overlaps(patch.get_window_extent()) for patch in axis.patches)
+
+
+@pytest.mark.parametrize(("start", "empty"), [(300.0, False), (2.0, True)])
+def test_a_slow_start_leaves_no_empty_picture(tmp_path, start, empty):
+  """70 % of the picture were blank."""
+  run = fake_run.FakeRun(tmp_path / "a", steps=60)
+  run.now += start
+  for step in range(1, 61):
+    run.step(step)
+  run.end(step=60)
+  history_ = history.load(str(tmp_path / "a"))
+  left, right = plots.styled(plots.over_time, history_, goodput.compute(history_)).axes[1].get_xlim()
+  first = (run.now - 100 - 60 * 0.35 - 0.5) / (60 if right < 100 else 1)
+  assert (left == 0) == empty and left <= first
+  assert (first - left) / (right - left) < 0.3

@@ -90,7 +90,9 @@ def read_yaml(path: Path) -> dict[str, tuple[str | None, str]]:
   YAML's null is the empty text. A list or a mapping is None.
   """
   root = _composed(path)
-  return _flat_mapping(root, shown(path)) if root is not None else {}
+  if root is None:
+    raise ConfigError(f"{shown(path)}: has no keys.\nWrite one `key: value` on each line, or {{}} for the defaults.")
+  return _flat_mapping(root, shown(path))
 
 
 def read_groups(path: Path) -> dict[str, tuple[dict[str, tuple[str | None, str]], str]]:

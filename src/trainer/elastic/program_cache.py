@@ -91,6 +91,7 @@ class ProgramCache(Generic[P]):
     """Returns compile_now(), and records its time in a `compile` event. The training loop waits for it, unless the
     attempt has ended meanwhile, because a slice was lost."""
     attempt, before, start = self._events.attempt, self.counter.compilations, self._clock()
+    self._log.line(f"Compiling for {what} ...")
     compiled = compile_now()
     seconds, compilations = self._clock() - start, self.counter.compilations - before
     fields = {"background": self._events.attempt != attempt, "cached": compilations == 0, "compilations": compilations}

@@ -30,6 +30,7 @@ _ROWS = (
   ("local checkpoint", "saved_emergency", style.GREY, "|", False),
 )
 _MOST_LINES = 60  # more lines would hide the curve
+_MOST_EMPTY = 0.2  # of an axis of time, before the first step
 _EXTREMES = ", extremes"  # after the name of a curve: its lowest and highest values, next to its means
 
 
@@ -104,7 +105,7 @@ def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE)
     axes[1].plot(*every, color=style.SKY, linewidth=0.9, alpha=0.7, label="tokens/s of a step")
   xs, speeds = series.speed(run)
   axes[1].plot(scale.at(xs), speeds, color=style.BLUE, linewidth=1.4, label="tokens/s")
-  axes[0].set_xlim(0, 1.01 * scale.end)
+  axes[0].set_xlim(_first_time(run, scale), 1.01 * scale.end)
   axes[1].set_ylabel("tokens/s")
   axes[1].set_ylim(0, 1.08 * max(speeds[np.isfinite(speeds)], default=0.0) or 1.0)
   axes[1].grid(axis="y")
@@ -113,6 +114,14 @@ def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE)
     _draw_slices(axes[2], run, [(scale.at(xs), ys) for xs, ys in series.slices_alive(run)], "post", "slices\nalive")
   axes[-1].set_xlabel(scale.label)
   return figure
+
+
+def _first_time(run: RunHistory, scale: _Time) -> float:
+  """Where the axis of time begins: at the first start, unless a slow start would leave much of the picture empty."""
+  first = float(scale.at((run.rows["wall"] - run.rows["seconds"]).min()))
+  marks = [scale.event(event) for *_, events in _marks([run]) for event in events]
+  first = min([first, *(at for at in marks if at is not None)])
+  return first - 0.02 * (scale.end - first) if first > _MOST_EMPTY * scale.end else 0.0
 
 
 def details(run: RunHistory, size: Size = style.WIDE) -> Figure:

@@ -89,20 +89,21 @@ def dots(points: int) -> dict[str, Any]:
 
 
 def smooth(values: np.ndarray) -> np.ndarray | None:
-  """Centred mean of neighbours, as far to either side as 1/50 of all values; None for a few values.
+  """Mean of neighbours, as far to either side as 1/50 of all values; None for a few values.
 
-  The reach shrinks towards both ends, so the first and the last values stay what they are. Two passes, so that a
-  single spike leaves a hump and not a step. What is not finite is left out.
+  The reach shrinks towards the beginning, where a loss falls so fast that a mean would hide it. At the end, where its
+  noise is larger than its trend, only neighbours on the left are left: the curve does not end at a single step. Two
+  passes, so that a single spike leaves a hump and not a step. What is not finite is left out.
   """
   if len(values) < _SMOOTHED_FROM:
     return None
   index = np.arange(len(values))
-  reach = np.minimum(max(1, len(values) // _SMOOTHED_SHARE), np.minimum(index, index[::-1]))
+  reach = np.minimum(max(1, len(values) // _SMOOTHED_SHARE), index)
   for _ in range(2):
     finite = np.isfinite(values)
     sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
     counts = np.concatenate([[0], np.cumsum(finite)])
-    first, end = index - reach, index + reach + 1
+    first, end = index - reach, np.minimum(index + reach + 1, len(index))
     number = counts[end] - counts[first]
     values = np.divide(sums[end] - sums[first], number, out=np.full(len(values), np.nan), where=number > 0)
   return values

@@ -2,8 +2,8 @@
 
 The page is the report of the run, and refreshes itself. Several folders, or a local folder of runs, get a list of the
 runs with links. A folder that does not exist yet is waited for. Folders may be copies, and may be on gs:// or s3://.
-Only this machine can open the page; forward the port to see it elsewhere: `ssh -L 8642:127.0.0.1:8642 HOST`. Prometheus
-can read /metrics there (extra prometheus).
+Only this machine can open the page; forward the port to see it elsewhere: `ssh -L 8642:127.0.0.1:8642 HOST`. Behind a
+proxy with a name of its own, give --allow-host NAME. Prometheus can read /metrics there (extra prometheus).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Server(http.server.ThreadingHTTPServer):
   daemon_threads = True
   allow_reuse_address = True
 
-  def __init__(self, page: LivePage, port: int) -> None:
-    """port: 0: any free one."""
-    self.page = page
+  def __init__(self, page: LivePage, port: int, hosts: Sequence[str] = ()) -> None:
+    """port: 0: any free one. hosts: names besides localhost by which browsers reach this server."""
+    self.page, self.hosts = page, _LOCAL_NAMES | {host.lower() for host in hosts}
     self.exporter = Exporter(page.runs)
     self._runs: dict[str, LivePage] = {}
     super().__init__((_HOST, port), _Handler)
@@ -72,8 +72,10 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
   def do_GET(self) -> None:
     # A page of another site must not read the run through a host name that it points to this machine.
-    if re.sub(r":\d*$", "", self.headers.get("Host", "")) not in _LOCAL_NAMES:
-      self._send(403, "text/plain", "Open this page as localhost or 127.0.0.1.\n")
+    host = re.sub(r":\d*$", "", self.headers.get("Host", "")).lower()
+    if host not in self.server.hosts:
+      text = f"This page was opened as {host!r}. Open it as localhost or 127.0.0.1, or start watch with --allow-host.\n"
+      self._send(403, "text/plain", text)
       return
     try:
       address = urllib.parse.urlsplit(self.path)
@@ -127,13 +129,16 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("--port", type=whole(), help=f"port on {_HOST} (default {_PORT}, or a free one if it is in use)")
   parser.add_argument("--period", type=positive(1e6), default=5.0, help="least seconds between refreshes (default 5)")
+  parser.add_argument(
+    "--allow-host", metavar="NAME", action="append", default=[], help="a name by which a proxy shows the page"
+  )
   arguments = parser.parse_args(argv)
   try:
     for directory in arguments.run_directory:
       if not directory.strip() or os.path.isfile(directory):
         raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
       files.check_address(directory)
-    server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port)
+    server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port, arguments.allow_host)
   except (ConfigError, OSError) as error:
     print(f"error: {error}", file=sys.stderr)
     return 2
@@ -149,10 +154,10 @@ def main(argv: list[str] | None = None) -> int:
   return 0
 
 
-def open_server(page: LivePage, port: int | None) -> Server:
-  """The server on `port`; None: on the usual port, or on a free one if that is in use."""
+def open_server(page: LivePage, port: int | None, hosts: Sequence[str] = ()) -> Server:
+  """The server on `port`; None: on the usual port, or on a free one if that is in use. hosts: see Server."""
   try:
-    return Server(page, _PORT if port is None else port)
+    return Server(page, _PORT if port is None else port, hosts)
   except OverflowError:
     raise ConfigError(f"--port {port}: a port is a number from 0 to 65535. Choose another number.") from None
   except OSError as error:
@@ -160,7 +165,7 @@ def open_server(page: LivePage, port: int | None) -> Server:
       raise
     if port is not None:
       raise ConfigError(f"--port {port} is in use on {_HOST}. Choose another port, or leave out --port.") from None
-    return Server(page, 0)
+    return Server(page, 0, hosts)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 from worlds.membership.dealing import Dealing
 from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.failures import BAD_INPUT, FAILED, Failures
-from worlds.membership.messages import Message, message, slow_line, to_ranges
+from worlds.membership.messages import Message, message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules
 from worlds.membership.witness import Sums, Witness, alarm_line
@@ -226,11 +226,8 @@ class Epochs:
     return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
 
   def _tell_slow(self, told: Sequence[Message]) -> Effects:
-    """Tells the log and the active members the messages `slow`."""
-    effects: Effects = []
-    for one in told:
-      effects += [Note(slow_line(one)), *to_all(self.active, one)]
-    return effects
+    """Tells the active members the messages `slow`. The primary has them in its log, on the same screen as a rule."""
+    return [effect for one in told for effect in to_all(self.active, one)]
 
   # ---- the witness
 

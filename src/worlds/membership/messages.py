@@ -144,6 +144,8 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
 def slow_line(slow: Mapping[str, Any]) -> str:
   """The message `slow`, or its record in events.jsonl, in words."""
   has = f"It has {slow['shares']} of {slow['of']} shares"
+  if slow["of"] == 1:
+    has = "It keeps its share; with a larger shares_per_slice, faster slices take a part of its work"
   if slow["factor"] == 1:
     return f"Slice {slow['member']} is as fast as the others again, from step {slow['since']} on. {has}."
   what = f"computes a share in {slow['factor']:.2f} times the median since step {slow['since']}"

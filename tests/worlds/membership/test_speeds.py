@@ -9,7 +9,8 @@ import pytest
 
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
-from worlds.membership.effects import Effects, Kill, Note, Send
+from worlds.membership.effects import Effect, Effects, Kill, Note, Send
+from worlds.membership.messages import slow_line
 from worlds.membership.rules import RunRules
 from worlds.membership.speeds import Speeds
 
@@ -42,7 +43,14 @@ class Steps:
     return effects
 
   def notes(self, steps: int, noise: random.Random | None = None) -> list[tuple[int, str]]:
-    return [(self.step, effect.text) for _ in range(steps) for effect in self.do(noise) if isinstance(effect, Note)]
+    """What the log says: the supervisor's notes, and what its primary writes of the members."""
+    found = [(self.step, effect) for _ in range(steps) for effect in self.do(noise)]
+    texts = [(step, effect.text if isinstance(effect, Note) else self.written(effect)) for step, effect in found]
+    return [(step, text) for step, text in texts if text]
+
+  def written(self, effect: Effect) -> str:
+    is_slow = isinstance(effect, Send) and effect.message["kind"] == "slow" and effect.member == self.run.primary
+    return slow_line(effect.message) if is_slow else ""
 
   @property
   def numbers(self) -> list[int]:
@@ -87,7 +95,10 @@ def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
   steps.notes(5)
   steps.factors[3] = 1.5
   ((_, text),) = steps.notes(60)
-  assert text == "Slice 3 computes a share in 1.50 times the median since step 6. It has 1 of 1 shares."
+  assert text == (
+    "Slice 3 computes a share in 1.50 times the median since step 6. "
+    "It keeps its share; with a larger shares_per_slice, faster slices take a part of its work."
+  )
   assert steps.numbers == [1] * 8 and steps.run.epoch == 2
 
 

@@ -160,7 +160,7 @@ def _elastic(plan: GkePlan) -> Iterator[str]:
     yield (
       f"--max-slice-restarts {plan.max_slice_restarts}: elastic_max_retries={elastic.elastic_max_retries} allows "
       f"{elastic.elastic_max_retries - 1} recoveries without progress.\nGive --max-slice-restarts "
-      f"{elastic.elastic_max_retries} or more, or elastic_max_retries={plan.max_slice_restarts + 1}."
+      f"{elastic.elastic_max_retries - 1} or more, or elastic_max_retries={plan.max_slice_restarts + 1}."
     )
 
 

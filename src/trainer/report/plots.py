@@ -119,7 +119,7 @@ def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE)
 def _first_time(run: RunHistory, scale: _Time) -> float:
   """Where the axis of time begins: at the first start, unless a slow start would leave much of the picture empty."""
   first = float(scale.at((run.rows["wall"] - run.rows["seconds"]).min()))
-  marks = [scale.event(event) for *_, events in _marks([run]) for event in events]
+  marks = [scale.event(event) for *_, events in _marks(run) for event in events]
   first = min([first, *(at for at in marks if at is not None)])
   return first - 0.02 * (scale.end - first) if first > _MOST_EMPTY * scale.end else 0.0
 

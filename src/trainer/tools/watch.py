@@ -17,6 +17,7 @@ import os
 import re
 import sys
 import urllib.parse
+from collections.abc import Sequence
 from typing import Any
 
 from trainer.config.errors import ConfigError, how_to_install

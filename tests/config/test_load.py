@@ -6,11 +6,9 @@ import jax
 import pytest
 
 from trainer.config import Config, ConfigError, load
-from trainer.config.answers import answer_for
 from trainer.config.cli import print_config
-from trainer.config.document import base_yaml
 from trainer.config.files import package_root
-from trainer.config.keys import SWITCHES, preflight_options
+from trainer.config.keys import preflight_options
 from trainer.config.load import load_with_origins
 from trainer.config.schema import PreflightOptions
 
@@ -188,7 +186,7 @@ def test_a_dot_names_the_section_or_stands_for_an_underscore():
 
 
 def test_preflight_has_options_that_are_written_like_keys():
-  words = ["a.yml", "preflight.hlo_file=step.hlo", "--compile-topology-num-slices=-1", "steps=5", "preflight_hlo_file="]
+  words = ["a.yml", "preflight.hlo_file=step.hlo", "--compile-topology-num-slices=1", "steps=5", "preflight_hlo_file="]
   options, others = preflight_options(words)
   assert others == ["a.yml", "steps=5"]
   assert options == PreflightOptions()
@@ -196,76 +194,20 @@ def test_preflight_has_options_that_are_written_like_keys():
     preflight_options(["compile_topology_num_slices=512"])
 
 
-# The keys that the program has had, with their defaults, and other values that a run may have been recorded with.
-REMOVED = {
-  "rope_low_freq_factor": ("1.0", "2.0"), "rope_high_freq_factor": ("4.0", "8.0"),
-  "rope_original_max_position_embeddings": ("8192", "64"), "decoder_sparse_step": ("1", "2"),
-  "mlp_only_layers": ("''", "1,2"), "num_vocab_tiling": ("0", "4"), "elastic_hang_check_seconds": ("60.0", "0"),
-  "dcn_data_parallelism": ("-1", "-1"), "ici_data_parallelism": ("1", "-1"), "log_config": ("true", "false"),
-  "sharding_tolerance": ("0.02", "1.0"), "scan_unroll": ("1", "2"), "sample_tokens": ("64", "96"),
-  "jax_distributed_heartbeat_timeout_seconds": ("100", "900"), "chip_hour_price": ("0.0", "3"),
-  "enable_tensorboard": ("true", "false"), "enable_goodput_recording": ("false", "true"),
-  "gcs_metrics": ("false", "true"), "enable_checkpoint_cloud_logger": ("false", "true"),
-  "dcn_tensor_parallelism": ("1", ""), "dcn_context_parallelism": ("1", ""), "wsd_decay_style": ("linear", ""),
-  "weight_decay_mask": ("matrices", ""), "matmul_precision": ("default", ""),
-  "eval_main_set": ("''", ""), "enable_wandb": ("false", ""),
-  "wandb_project_name": ("trainer", ""), "wandb_run_name": ("''", ""),
-  "elastic_retry_reset_steps": ("10", "20"),
-  "elastic_numerics": ("bitwise", ""), "compile_topology_num_slices": ("1", ""),
-}  # fmt: skip
-# Those without which a run would do something else, with the word that the answer must have.
-REFUSED = {
-  "dcn_tensor_parallelism=2": "ici_tensor_parallelism", "dcn_context_parallelism=2": "ici_context_parallelism",
-  "wsd_decay_style=cosine": "lr_schedule_type=cosine", "weight_decay_mask=all": "do not decay",
-  "matmul_precision=highest": "JAX_DEFAULT_MATMUL_PRECISION",
-  "eval_main_set=far": "first set",
-  "elastic_numerics=balanced": "same bits", "wandb_project_name=mine": "WANDB_PROJECT",
-  "enable_wandb=true": "services=tensorboard,wandb",
-}  # fmt: skip
+@pytest.mark.parametrize("name", ["enable_wandb", "weight_decay_mask", "scan_unroll", "elastic_numerics", "nnodes"])
+def test_keys_of_earlier_commits_and_of_launchers_are_unknown(write, name):
+  for argv in (["configs/base.yml", f"{name}=1"], [write("a.yml", f"{name}: 1")]):
+    assert f"{name} (" in failure(*argv) and "there is no such key" in failure(*argv)
 
 
-def recorded(write, **values):
-  """config.yml as the version before wrote it, with these values of its keys."""
-  lines = {name: default for name, (default, _) in REMOVED.items()} | values
-  table = "".join(f"{name}: {value}\n" for name, value in lines.items())
-  kept = [line for line in base_yaml().splitlines() if line.partition(":")[0] not in {"services", *lines}]
-  return write("config.yml", "\n".join(kept) + "\n" + table)
+def test_a_value_of_a_model_is_no_key_of_a_run():
+  assert "model_name=FILE.yml" in failure("configs/base.yml", "rope_low_freq_factor=2")
 
 
-def test_the_config_of_an_older_run_loads(write):
-  """Its values of a model stay, as do the services; a key that does not change the numbers is dropped."""
-  loaded = load([recorded(write)])
-  assert loaded.with_values(ici_data_parallelism=-1) == load([write("config.yml", base_yaml())])
-  values = {name: value for name, (_, value) in REMOVED.items() if value}
-  other = load([recorded(write, scan_layers="false", num_experts=4, rope_type="llama3", **values)], check_paths=False)
-  assert (other.model.rope_low_freq_factor, other.model.decoder_sparse_step, other.model.dense_layers) == (2, 2, [1, 2])
-  assert other.observe.services == "goodput,gcs_metrics,checkpoint_logger"
-  assert load([write("again.yml", print_config(other))], check_paths=False) == other
-  assert load([recorded(write), "gcs_metrics=true"]).observe.services == "tensorboard,gcs_metrics"
-
-
-@pytest.mark.parametrize(("text", "remedy"), REFUSED.items())
-def test_a_removed_key_that_changes_the_run_is_refused_wherever_it_is(write, text, remedy):
-  name, _, value = text.partition("=")
-  for argv in ([recorded(write, **{name: value})], ["configs/base.yml", text], [write("a.yml", f"{name}: {value}")]):
-    message = failure(*argv)
-    assert name in message and "of older versions" in message and remedy in message
-
-
-@pytest.mark.parametrize(
-  "name", sorted(REMOVED.keys() - {"dcn_data_parallelism", "ici_data_parallelism"} - SWITCHES.keys())
-)
-def test_a_new_configuration_has_no_removed_key(name):
-  """Unless another program has it, and its value says what is done anyway."""
-  default, other = REMOVED[name]
-  answer = answer_for(name)
-  accepted = answer is not None and answer.what != "a key of older versions" and answer.default is not None
-  if accepted:
-    assert load(["configs/base.yml", f"{name}={default}"]) == load(["configs/base.yml"])
-  for value in (other,) if accepted else (default, other):
-    if value:
-      message = failure("configs/base.yml", f"{name}={value}")
-      assert name in message and (answer.remedy if answer else "model_name=FILE.yml") in message
+def test_an_option_of_preflight_is_answered(write):
+  assert "an option of trainer.tools.preflight" in failure("configs/base.yml", "preflight.degraded=full")
+  message = failure(write("a.yml", "compile_topology: v5e-16"))
+  assert "python -m trainer.tools.preflight CONFIG.yml compile_topology=VALUE" in message
 
 
 def test_switches_of_maxtext_change_the_services_below_them(write):
@@ -343,10 +285,7 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("elastic_enabled=yes", "must be true or false"),
     ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
     ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
-    (
-      "dataset_type=c4_mlperf",
-      "with dataset_type=text dataset_path=FOLDER.\nChoices: synthetic, text, grain, tfds, hf",
-    ),
+    ("dataset_type=c4_mlperf", "grain_train_files=FILES.\nChoices: synthetic, text, grain, tfds, hf"),
     ("opt_type=adaw", "Did you mean adamw?"),
   ],
 )

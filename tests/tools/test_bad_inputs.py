@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 YAML = "steps: 5\nnum_slices: 1\njax_cache_dir: ''\n"
-MAXTEXT = "decoder_block: qwen3\nmodel_name: llama2-7b\n"
 MANIFEST = (
   "trainer.launch.manifest jobset configs/base.yml base_output_directory=gs://bbb/r dataset_type=synthetic --image x"
 )
@@ -32,7 +31,6 @@ CASES = [
   ("trainer.tools.watch az://x/y", "az://x/y: is not gs://BUCKET/FOLDER"),
   ("trainer.tools.elastic_demo --nope", "--nope: is no option. There are --pathways and --processes"),
   ("trainer.tools.elastic_demo a.yml num_slices=1", "num_slices=1: "),
-  ("trainer.tools.from_maxtext maxtext.yml", "cannot be kept: decoder_block: =qwen3"),
   ("trainer.tools.tokenize a.yml --output out --processes \uff11", "must be a whole number of at least 1"),
   ("trainer.tools.preflight a.yml compile_topology=v5e-\uff11\uff16", "compile_topology"),
   ("trainer.tools.preflight a.yml steps=1 steps=2", "steps is given twice, first with 1"),
@@ -80,7 +78,6 @@ def main_of(module: str):
 def test_a_bad_input_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, capsys, command, message):
   monkeypatch.chdir(tmp_path)
   Path("a.yml").write_text(YAML)
-  Path("maxtext.yml").write_text(MAXTEXT)
   Path("run").mkdir()
   Path("run", "config.yml").write_text(YAML)
   before = sorted(tmp_path.rglob("*"))
@@ -91,8 +88,8 @@ def test_a_bad_input_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, ca
     code = error.code
   printed = capsys.readouterr()
   assert code == 2 and message in printed.err, printed
-  assert printed.err.count("error: ") == (not module.endswith("from_maxtext")) and "Traceback" not in printed.err
-  assert printed.out in ("", "model_name: llama2-7b\n") and sorted(tmp_path.rglob("*")) == before
+  assert printed.err.count("error: ") == 1 and "Traceback" not in printed.err
+  assert printed.out == "" and sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_planned_command_of_the_standin_is_checked_when_it_is_planned():
@@ -101,14 +98,3 @@ def test_a_planned_command_of_the_standin_is_checked_when_it_is_planned():
   for word in ("nan", "inf", "-1", "\uff11"):
     with pytest.raises(CommandError, match="is no time"):
       _seconds(word)
-
-
-def test_a_decoder_block_of_the_models_family_is_left_out():
-  from trainer.tools.from_maxtext import convert_keys
-
-  for block, model in (("llama2", "llama2-7b"), ("qwen3_moe", "qwen3-30b-a3b")):
-    given = {"decoder_block": block, "model_name": model}
-    found = convert_keys(given, given)
-    assert (found.kept, found.lost, list(found.left_out)) == ({"model_name": model}, {}, ["decoder_block"])
-  for given in ({"decoder_block": "llama2"}, {"decoder_block": "gemma", "model_name": "llama2-7b"}):
-    assert list(convert_keys(given, given).lost) == ["decoder_block"]

@@ -12,7 +12,7 @@ from input_pipeline.tokenizer import train_bpe
 from trainer.cluster.launched import shared_token
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
-from trainer.tools import evaluate, export_hf, from_maxtext, generate, import_hf, report
+from trainer.tools import evaluate, export_hf, generate, import_hf, report
 from trainer.weights import hf_config, sources
 
 OLD_FIELDS = {
@@ -69,7 +69,6 @@ def test_a_home_folder_is_found_wherever_a_path_is_given(tmp_path, monkeypatch, 
   assert import_hf.main(["~/hf", "~/run"]) == 0
   assert generate.main(["~/run@0", "--prompts=~/prompts", "--tokens=1", "--dtype=float32"]) == 0
   assert export_hf.main(["~/run", "~/back"]) == 0
-  assert from_maxtext.main(["~/run/config.yml"]) == 0
   (tmp_path / "token").write_text("a" * 64)
   assert shared_token("~/token", {})
   data = load(["~/run/config.yml", "dataset_type=synthetic", "tokenizer_path=~/hf", "run_name=new"]).data

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
-from trainer.config import answers
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY
 from trainer.config.schema import FOLLOWING, Config, listed
 
@@ -59,11 +58,7 @@ def check_config(
   differences = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
   if refused := {key: pair for key, pair in differences.items() if key in compared}:
     raise ConfigMismatch(_message(saved, refused, differences))
-  gone = {key: answers.lost(key, str(before[key])) for key in before if key not in config}
-  return [
-    *(f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()),
-    *(f"{key}: {before[key]!r} in the checkpoint. {remedy}" for key, remedy in gone.items() if remedy),
-  ]
+  return [f"{key}: {old!r} in the checkpoint, now {new!r}" for key, (old, new) in differences.items()]
 
 
 def _message(

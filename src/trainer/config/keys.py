@@ -146,9 +146,9 @@ def as_key(name: str, text: str | None) -> tuple[str, str | None]:
 
 
 def is_answered(name: str) -> bool:
-  """Whether `name` is a key, or one of another program for which there is a prepared answer."""
+  """Whether `name` is a key, or a key of MaxText for which there is an answer."""
   spelled = as_key(name.replace("-", "_"), None)[0]
-  return spelled in all_fields() or spelled in SWITCHES or answers.answer_for(spelled) is not None
+  return spelled in all_fields() or spelled in SWITCHES or answers.remedy_for_key(spelled) != ""
 
 
 def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
@@ -172,8 +172,13 @@ def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  if answer := answers.answer_for(spelled):
-    raise ConfigError(f"{name} ({origin}): this is {answer.what}, not of this program.\n{answer.remedy}")
+  if spelled.replace("preflight.", "preflight_") in PreflightOptions.model_fields:
+    raise ConfigError(
+      f"{name} ({origin}): this is an option of trainer.tools.preflight, not a key of a run.\n"
+      f"Give it on the command line of that tool: python -m trainer.tools.preflight CONFIG.yml {name}=VALUE"
+    )
+  if remedy := answers.remedy_for_key(spelled):
+    raise ConfigError(f"{name} ({origin}): this is a key of MaxText, not of this program.\n{remedy}")
   hint = f"Did you mean {rest}? " if rest in keys else did_you_mean(spelled.replace(".", "_"), all_keys())
   raise ConfigError(
     f"{shorten(name)} ({origin}): there is no such key.\n{hint}configs/base.yml and --help list every key."
@@ -182,7 +187,6 @@ def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
 
 def convert(key: Key, text: str, origin: str) -> Given:
   """`text` as a value of the key's type, within its range; ConfigError if it is not one."""
-  text = answers.translated(key.name, text)
   if text == "None" and key.default == "" and key.kind is str:
     text = ""  # Python's and MaxText's word for "not set"
   if key.choices:
@@ -200,7 +204,7 @@ def convert(key: Key, text: str, origin: str) -> Given:
   if not key.allows(value):
     message = f"{key.name}={shorten(text)} ({origin}): {key.name} must be {key.bounds}.\n"
     raise ConfigError(
-      message + (answers.answer_for_value(key.name, text) or f"Default: {key.default}. {key.description}")
+      message + (answers.remedy_for_value(key.name, text) or f"Default: {key.default}. {key.description}")
     )
   return Given(value, origin)
 
@@ -216,7 +220,7 @@ def _choice(key: Key, text: str, origin: str) -> str:
   shown = ", ".join(choice or "'' (empty)" for choice in key.choices)
   remedy = _remedy(key, text)
   near = did_you_mean(text, [choice for choice in key.choices if choice])
-  hint = f"{remedy}\n" if remedy else near or answers.HINTS.get(key.name, "")
+  hint = f"{remedy}\n" if remedy else near
   raise ConfigError(f"{key.name}={shorten(text)} ({origin}): {key.name} has no such value.\n{hint}Choices: {shown}.")
 
 
@@ -236,7 +240,7 @@ def _is_list(text: str) -> bool:
 
 def _remedy(key: Key, text: str) -> str:
   """What to write instead of a value that the key cannot have; empty if nothing is known."""
-  if remedy := answers.answer_for_value(key.name, text):
+  if remedy := answers.remedy_for_value(key.name, text):
     return remedy
   if text in ("", "None", "none", "null"):
     return f"To use the default, {key.default}, remove the key."

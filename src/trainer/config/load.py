@@ -16,7 +16,6 @@ from pathlib import Path
 
 from input_pipeline import folders
 from trainer.config import files, paths, validate
-from trainer.config.answers import says_nothing
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import SWITCHES, Given, all_fields, all_keys, as_key, convert, is_answered, resolve
 from trainer.config.schema import MODEL_VALUES, Config, ModelSection, listed
@@ -94,8 +93,6 @@ def _command_line(argv: Sequence[str], problems: Problems, repeats: bool) -> dic
         raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
       if not name or not (equals or argument.startswith("-") or is_answered(name)):
         raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
-      if says_nothing(name, text, recorded=False):
-        continue
       name, text = as_key(name, text)
       key = resolve(name, "command line")
       if text is None:
@@ -130,7 +127,7 @@ def _read_with_parents(path: Path, children: tuple[Path, ...], *, of_model: bool
   values: dict[str, Given] = {}
   # base.yml, an edited copy of it, and config.yml of a run list every model key.
   is_table = ModelSection.model_fields.keys() - MODEL_VALUES <= raw.keys()
-  entries = _typed(raw, problems, of_model=of_model, recorded=is_table)
+  entries = _typed(raw, problems, of_model=of_model or is_table)
   with problems.collect():
     if parent is None:
       raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
@@ -182,19 +179,15 @@ def _is_resolved(entries: dict[str, Given], path: Path, children: tuple[Path, ..
   return any(entries[name].value == value != all_fields()[name].default for name, value in models.items())
 
 
-def _typed(
-  raw: dict[str, tuple[str | None, str]], problems: Problems, *, of_model: bool, recorded: bool
-) -> dict[str, Given]:
-  """The entries of a YAML file as values of their keys. of_model, recorded: the file of a model, or with every key."""
+def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems, *, of_model: bool) -> dict[str, Given]:
+  """The entries of a YAML file as values of their keys. of_model: in a file that may have values of a model."""
   values: dict[str, Given] = {}
   for name, (text, origin) in raw.items():
     with problems.collect():
-      if says_nothing(name, text, recorded=recorded):
-        continue
       given, (name, text) = name, as_key(name, text)
       if text is None and not is_answered(name):
         raise ConfigError(f"{origin}: {shorten(name)} holds a list or a mapping.\nKeys are flat: write `key: value`.")
-      key = resolve(name, origin, of_model=of_model or recorded)
+      key = resolve(name, origin, of_model=of_model)
       if text is None:
         raise ConfigError(
           f"{origin}: {key.name} holds a list or a mapping, and a key has one value.\n"

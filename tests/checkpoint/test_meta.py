@@ -51,7 +51,9 @@ def test_a_key_that_changes_the_arrays_is_refused_and_cannot_be_allowed(key):
   for allowed in ("", key):
     with pytest.raises(ConfigMismatch, match=rf"{key} +'other' -> .*changes the model") as caught:
       meta.check_config(saved(**{key: "other", "dtype": "other"}), Config().flat(), IDENTITY, allowed)
-    assert str(caught.value).endswith("choose another run_name for a new run")
+    remedy = str(caught.value).splitlines()[-1]
+    assert "choose another run_name for a new run" in remedy and "allow_config_change" not in remedy
+    assert ("load_parameters_path" in remedy) == (key == "scan_layers")
 
 
 def test_identity_is_compared_and_its_cause_named():

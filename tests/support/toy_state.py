@@ -24,12 +24,11 @@ def _numbers(seed: int, shape: tuple[int, ...]) -> np.ndarray:
   return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def values(seed: int = 0, scanned: bool = True) -> dict[str, Any]:
+def values(seed: int = 0) -> dict[str, Any]:
   """A state in numpy with every kind of leaf: stacked layers, moments, bf16, int8, bool, scalars."""
 
   def params(offset: int) -> dict[str, Any]:
-    stack = {"mlp": {"w": _numbers(offset, (LAYERS, 8, 4))}, "norm": _numbers(offset + 1, (LAYERS, 8))}
-    layers = stack if scanned else {str(i): jax.tree.map(lambda x, i=i: x[i], stack) for i in range(LAYERS)}
+    layers = {"mlp": {"w": _numbers(offset, (LAYERS, 8, 4))}, "norm": _numbers(offset + 1, (LAYERS, 8))}
     return {"embedding": _numbers(offset + 2, (16, 8)), "layers": layers}
 
   seed *= 100
@@ -69,8 +68,8 @@ def abstract(tree: Any, on: Mesh) -> Any:
   return jax.tree.map(one, tree)
 
 
-def state(seed: int = 0, on: Mesh | None = None, scanned: bool = True) -> Any:
-  return place(values(seed, scanned), on or mesh(2, 4))
+def state(seed: int = 0, on: Mesh | None = None) -> Any:
+  return place(values(seed), on or mesh(2, 4))
 
 
 def assert_same_bits(got: Any, want: Any) -> None:

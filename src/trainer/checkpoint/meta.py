@@ -83,6 +83,8 @@ def _message(
   widths = [max(len(row[column]) for row in rows) for column in range(3)]
   table = [f"  {key:{widths[0]}}  {old:>{widths[1]}} -> {new:{widths[2]}}  {why}" for key, old, new, why in rows]
   remedy = "Set them back, or choose another run_name for a new run"
+  if "scan_layers" in refused:
+    remedy += ", which can start from the parameters of this run with load_parameters_path"
   if not refused.keys() & (CHANGES_STATE | {OPTIMIZER}):  # other arrays would not fit the state
     remedy += f", or, if you want this change, allow_config_change={','.join(refused)}"
   return "\n".join([

@@ -9,7 +9,7 @@ from __future__ import annotations
 CHANGES_STATE = frozenset({
   "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
   "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
-  "num_experts", "base_moe_mlp_dim", "decoder_sparse_step", "mlp_only_layers",
+  "num_experts", "base_moe_mlp_dim", "decoder_sparse_step", "mlp_only_layers", "scan_layers",
   "routed_bias_update_rate",
 })  # fmt: skip
 
@@ -53,7 +53,7 @@ JUDGED_BY = {
 # Keys that change how the same function is computed, limits and places, and keys that users change during a run:
 # learning rate, schedule, decay, clipping. The resume logs a change of these keys and continues.
 FREE = frozenset({
-  "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention", "scan_layers",
+  "model_name", "override_model_config", "max_position_embeddings", "use_iota_embed", "attention",
   "remat_policy", "custom_remat", "dataset_cache_directory", "eval_sets", "learning_rate",
   "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
   "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",

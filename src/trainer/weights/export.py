@@ -19,10 +19,9 @@ from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.checkpoint import run_id
 from trainer.checkpoint.array_parts import ArrayParts
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.arrays.layer_layout import LAYER
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
-from trainer.weights import hf_config, names, safetensors, sources, tokenizers
+from trainer.weights import hf_config, layers, names, safetensors, sources, tokenizers
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import ByteProgress
 from trainer.weights.sources import WeightSource
@@ -119,7 +118,7 @@ def _parts(source: WeightSource, dtype: str) -> list[_Part]:
 
 def _place(source: WeightSource, name: str) -> tuple[str, tuple[int, ...]]:
   """(stored array, index of its first dim) of a weight of separate layers; the index is empty if they are stored so."""
-  match = LAYER.match(name)
+  match = layers.NAME.match(name)
   return (name, ()) if name in source.arrays or not match else (f"{match[1]}.{match[3]}", (int(match[2]),))
 
 

@@ -24,7 +24,7 @@ from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
-from trainer.weights import hf_config, names, safetensors
+from trainer.weights import hf_config, layers, names, safetensors
 from trainer.world import SINGLE_WORLD, World, from_primary
 from worlds.lines import warn
 
@@ -128,7 +128,8 @@ class WeightSource:
     Raises ConfigError, on all processes, if they cannot be read or do not fit.
     """
     try:
-      return verified_load.load(world, self.read, self.arrays, {"params": abstract})["params"]
+      stored = layers.as_stored(self.arrays, abstract)
+      return layers.convert(verified_load.load(world, self.read, self.arrays, {"params": stored})["params"], abstract)
     except (Rejected, CheckpointError) as error:
       raise ConfigError(f"{self.where}: {error}. Get the files again, or give another folder.") from error
     finally:

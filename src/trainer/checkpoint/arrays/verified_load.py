@@ -1,4 +1,4 @@
-"""Loads a state from stored arrays: converts layers, bounds memory and checks fingerprints, for every backup."""
+"""Loads a state from stored arrays: bounds memory and checks fingerprints, for every backup."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from trainer.checkpoint.arrays import fingerprint, layer_layout, state_tree
+from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.together import together
 from trainer.world import World
@@ -53,18 +54,47 @@ def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> A
   they do not fit or are not what was saved.
   """
   wanted = state_tree.flatten(abstract)
-  limit = max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)
+  _check(saved, wanted)
   result: dict[str, jax.Array] = {}
-  for batch in layer_layout.batches(layer_layout.plan(saved, wanted), wanted, limit):
-    targets: dict[str, Any] = {}
-    for move in batch:
-      targets.update(layer_layout.stored(move, saved, wanted))
+  for batch in _batches(wanted, max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)):
+    dtypes = {name: jnp.dtype(saved[name]["dtype"]) for name in batch}
+    targets = {name: jax.ShapeDtypeStruct(x.shape, dtypes[name], sharding=x.sharding) for name, x in batch.items()}
     arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
     expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
     prints, _ = fingerprint.collect(fingerprint.dispatch({name: arrays[name] for name in expected}))
     if wrong := [name for name, value in prints.items() if value != expected[name]]:
       raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
-    for move in batch:
-      result.update(layer_layout.convert(move, arrays, wanted))
+    result |= {name: _cast(arrays[name], x) for name, x in batch.items()}
     del arrays  # before the next batch is read
   return state_tree.unflatten(abstract, result)
+
+
+def _check(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:
+  """Raises Rejected if an array is missing, left over or has another shape. Types may differ: arrays are cast."""
+  for name, x in wanted.items():
+    if name not in saved:
+      raise Rejected(f"it has no array {name}")
+    if tuple(saved[name]["shape"]) != tuple(x.shape):
+      raise Rejected(f"{name} has shape {list(saved[name]['shape'])} where the state wants {list(x.shape)}")
+  if extra := [name for name in saved if name not in wanted]:
+    raise Rejected(f"it has {len(extra)} arrays that the state lacks: {', '.join(extra[:3])}")
+
+
+def _batches(wanted: Mapping[str, Any], limit: int) -> Iterator[dict[str, Any]]:
+  """The arrays in order, in batches of at most `limit` bytes. A larger array is a batch of its own."""
+  batch: dict[str, Any] = {}
+  left = limit
+  for name, x in wanted.items():
+    left -= state_tree.state_bytes(x)
+    if batch and left < 0:
+      yield batch
+      batch, left = {}, limit - state_tree.state_bytes(x)
+    batch[name] = x
+  if batch:
+    yield batch
+
+
+def _cast(array: jax.Array, wanted: Any) -> jax.Array:
+  if array.dtype == wanted.dtype:
+    return array
+  return jax.jit(lambda x: x.astype(wanted.dtype), out_shardings=wanted.sharding)(array)

@@ -96,6 +96,7 @@ REFUSED = [
   (["local_checkpoint_period=5"], "no effect without enable_emergency_checkpoint"),
   (["local_checkpoint_directory=/tmp"], "no effect without enable_emergency_checkpoint"),
   (["checkpoint_keep_best=2"], "needs evaluations to compare"),
+  (["quantization=int8", "num_experts=4", "num_experts_per_tok=2"], "matmuls of experts have no 8-bit form"),
   ([*ELASTIC, "elastic_min_slice_count=0"], "must be at least 1"),
   (
     ["num_slices=2", "witness_period=8", "dcn_fsdp_parallelism=2"],

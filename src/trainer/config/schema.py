@@ -182,7 +182,7 @@ class ModelSection(Section):
   updates smaller than 1/512 of its value."""
   quantization: Literal["", "int8", "fp8", "fp8_full"] = ""
   """Compute the matmuls of the layers in 8 bits, forward and backward (qwix). fp8 is e4m3; fp8_full also has e5m2
-  gradients. Weights are stored in weight_dtype. With experts: on CPUs only. Empty: no quantization."""
+  gradients. Weights are stored in weight_dtype. Not with experts. Empty: no quantization."""
   attention: Literal["autoselected", "dot_product", "flash"] = "autoselected"
   """flash is the flash kernel of the platform (TPU Pallas, GPU cuDNN, CPU blockwise). dot_product is plain XLA.
   autoselected is flash where the kernel supports the sizes, else dot_product."""
@@ -232,11 +232,6 @@ class ModelSection(Section):
   @property
   def has_balance_loss(self) -> bool:
     return self.num_experts > 1 and self.load_balance_loss_weight > 0
-
-  @property
-  def expert_quantization(self) -> str:
-    """The quantization of the matmuls of experts; "" for a dense model."""
-    return self.quantization if self.num_experts > 1 else ""
 
   @property
   def has_unlike_layers(self) -> bool:

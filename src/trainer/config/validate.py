@@ -128,6 +128,11 @@ def _allow_config_change(allowed: str) -> Iterator[str]:
 
 
 def _experts(model: ModelSection) -> Iterator[str]:
+  if model.quantization and model.num_experts > 1:
+    yield (
+      f"quantization={model.quantization}, num_experts={model.num_experts}: the matmuls of experts have no 8-bit form, "
+      'because quantizing their rows and weights takes longer than 8-bit matmuls save.\nSet quantization="".'
+    )
   if model.num_experts_per_tok > model.num_experts:
     yield (
       f"num_experts_per_tok={model.num_experts_per_tok}: must be at most num_experts={model.num_experts}.\n"

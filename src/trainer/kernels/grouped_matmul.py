@@ -13,16 +13,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from trainer.config.errors import ConfigError
-from trainer.kernels import quantized
-from trainer.kernels.quantized import Operand, rescaled
-
 # (x [M, K], w [E, K, N], sizes int32 [E]) -> [M, N] in the dtype of x. The first sizes[0] rows belong to group 0, the
 # next sizes[1] to group 1, and so on; the sizes add up to M. Differentiable in x and w.
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-# The two products of a platform, of which `differentiable` makes a grouped matmul. Operands have values and perhaps
-# scales; results have the given dtype.
+# The two products of a platform, of which `differentiable` makes a grouped matmul. Results have the given dtype.
 # times_weights(x [M, K], w [E, K, N], sizes, dtype, transposed=) -> [M, N]: rows times the weights of their groups. If
 #   transposed, w is [E, N, K].
 # times_rows(x [M, K], g [M, N], sizes, dtype) -> [E, K, N]: the sum of the outer products of the rows of each group
@@ -38,20 +33,10 @@ class Chosen:
   function: GroupedMatmul
 
 
-def choose(platform: str, quantization: str = "") -> Chosen:
-  """Returns the grouped matmul for a platform: "cpu", "gpu" or "tpu", and a key of quantized.MODES, or "".
-
-  Raises ConfigError if the platform has no fast 8-bit form.
-  """
+def choose(platform: str) -> Chosen:
+  """Returns the grouped matmul for a platform: "cpu", "gpu" or "tpu"."""
   if platform == "cpu":
-    tiles = differentiable(tile_times_weights, tile_times_rows, quantization)
-    return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", tiles)
-  if quantization:
-    raise ConfigError(
-      f"quantization={quantization}: the matmuls of experts (num_experts above 1) have no 8-bit form on "
-      f"{platform.upper()}s: quantizing rows and weights takes longer than 8-bit matmuls save there.\n"
-      'Set quantization="".'
-    )
+    return Chosen("tiles", "XLA's ragged_dot computes every expert for every token on a CPU", in_tiles)
   if platform == "tpu":
     return Chosen("megablox", "the Pallas kernel of JAX for TPUs", _megablox)
   return Chosen("blocks", "a Pallas kernel: XLA's ragged_dot computes every expert for every token on a GPU", _blocks)
@@ -76,7 +61,7 @@ def _blocks(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
   """The Pallas kernels for GPUs."""
   from trainer.kernels import grouped_matmul_gpu as gpu  # imported here: only a GPU needs Triton
 
-  return _on_each_device(differentiable(gpu.times_weights, gpu.times_rows, ""), x, w, sizes)
+  return _on_each_device(differentiable(gpu.times_weights, gpu.times_rows), x, w, sizes)
 
 
 def with_rows_behind(multiply: GroupedMatmul, parts: int) -> GroupedMatmul:
@@ -104,60 +89,54 @@ def _on_each_device(run: GroupedMatmul, x: jax.Array, w: jax.Array, sizes: jax.A
 
 
 @functools.cache
-def differentiable(times_weights: Product, times_rows: Product, mode: str) -> GroupedMatmul:
-  """Returns the grouped matmul of two products. mode: a key of quantized.MODES, or "".
-
-  The gradient of w has a scale per column of x, and of the gradient, over the rows of all groups, as qwix does it: a
-  scale per group would need the maxima of the rows of each group before the matmul.
-  """
-  kind, gradient = quantized.MODES[mode] if mode else (None, None)
+def differentiable(times_weights: Product, times_rows: Product) -> GroupedMatmul:
+  """Returns the grouped matmul of two products."""
 
   @jax.custom_vjp
   def multiply(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
-    w = w.astype(x.dtype)
-    return times_weights(Operand.of(x, kind, 0), Operand.of(w, kind, 0, 2), sizes, x.dtype, transposed=False)
+    return times_weights(x, w.astype(x.dtype), sizes, x.dtype, transposed=False)
 
   def forward(x: jax.Array, w: jax.Array, sizes: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     return multiply(x, w, sizes), (x, w, sizes)
 
   def backward(saved: tuple[jax.Array, ...], g: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x, w, sizes = saved
-    weights = Operand.of(w.astype(g.dtype), kind, 0, 1)
-    dx = times_weights(Operand.of(g, gradient, 0), weights, sizes, g.dtype, transposed=True)
-    return dx, times_rows(Operand.of(x, kind, 1), Operand.of(g, gradient, 1), sizes, w.dtype), None
+    dx = times_weights(g, w.astype(g.dtype), sizes, g.dtype, transposed=True)
+    return dx, times_rows(x, g, sizes, w.dtype), None
 
   multiply.defvjp(forward, backward)
   return multiply
 
 
-def tile_times_weights(x: Operand, w: Operand, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool) -> jax.Array:
+def tile_times_weights(
+  x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool
+) -> jax.Array:
   """The first product for a CPU: a loop over tiles. XLA's ragged_dot multiplies all rows by all groups there."""
-  tile, rows = _tile(x.values, sizes), len(x.values)
-  padded = jax.tree.map(lambda array: jnp.pad(array, ((0, tile), (0, 0))), x)
+  tile, rows = _tile(x, sizes), len(x)
+  padded = jnp.pad(x, ((0, tile), (0, 0)))
   contracted = (((1,), (1 if transposed else 0,)), ((), ()))
-  sum_dtype = None if x.scale is None else x.sum_dtype
 
-  def group(out: jax.Array, given: tuple[Operand, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
+  def group(out: jax.Array, given: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, None]:
     weights, start, size = given
 
     def one(i: jax.Array, out: jax.Array) -> jax.Array:
       # The last tile of a group also writes rows of the next groups, which these write after it.
       at = start + i * tile
-      part = jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, at, tile), padded)
-      result = jax.lax.dot_general(part.values, weights.values, contracted, preferred_element_type=sum_dtype)
-      return jax.lax.dynamic_update_slice_in_dim(out, rescaled(result, part, weights).astype(dtype), at, 0)
+      part = jax.lax.dynamic_slice_in_dim(padded, at, tile)
+      result = jax.lax.dot_general(part, weights, contracted)
+      return jax.lax.dynamic_update_slice_in_dim(out, result.astype(dtype), at, 0)
 
     return jax.lax.fori_loop(0, -(-size // tile), one, out), None
 
-  out = jnp.zeros((rows + tile, w.values.shape[1 if transposed else 2]), dtype)
+  out = jnp.zeros((rows + tile, w.shape[1 if transposed else 2]), dtype)
   out, _ = jax.lax.scan(group, out, (w, jnp.cumsum(sizes) - sizes, sizes))
   return out[:rows]
 
 
-def tile_times_rows(x: Operand, g: Operand, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def tile_times_rows(x: jax.Array, g: jax.Array, sizes: jax.Array, dtype: jnp.dtype) -> jax.Array:
   """The second product for a CPU."""
-  tile = _tile(x.values, sizes)
-  left, right = (jnp.pad(array, ((0, tile), (0, 0))) for array in (x.values, g.values))
+  tile = _tile(x, sizes)
+  left, right = (jnp.pad(array, ((0, tile), (0, 0))) for array in (x, g))
 
   def group(_: None, given: tuple[jax.Array, jax.Array]) -> tuple[None, jax.Array]:
     start, size = given
@@ -168,11 +147,11 @@ def tile_times_rows(x: Operand, g: Operand, sizes: jax.Array, dtype: jnp.dtype) 
       part = jnp.where(in_group, jax.lax.dynamic_slice_in_dim(left, at, tile), 0)
       contracted = (((0,), (0,)), ((), ()))
       other = jax.lax.dynamic_slice_in_dim(right, at, tile)
-      return total + jax.lax.dot_general(part, other, contracted, preferred_element_type=x.sum_dtype)
+      return total + jax.lax.dot_general(part, other, contracted, preferred_element_type=jnp.float32)
 
-    return None, jax.lax.fori_loop(0, -(-size // tile), one, jnp.zeros((left.shape[1], right.shape[1]), x.sum_dtype))
+    return None, jax.lax.fori_loop(0, -(-size // tile), one, jnp.zeros((left.shape[1], right.shape[1]), jnp.float32))
 
-  return rescaled(jax.lax.scan(group, None, (jnp.cumsum(sizes) - sizes, sizes))[1], x, g).astype(dtype)
+  return jax.lax.scan(group, None, (jnp.cumsum(sizes) - sizes, sizes))[1].astype(dtype)
 
 
 def _tile(x: jax.Array, sizes: jax.Array) -> int:
@@ -180,4 +159,4 @@ def _tile(x: jax.Array, sizes: jax.Array) -> int:
   return min(256, max(8, 1 << (max(1, len(x) // (4 * len(sizes))).bit_length() - 1)))
 
 
-in_tiles = differentiable(tile_times_weights, tile_times_rows, "")
+in_tiles = differentiable(tile_times_weights, tile_times_rows)

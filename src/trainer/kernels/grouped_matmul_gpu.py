@@ -17,8 +17,6 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
 
-from trainer.kernels.quantized import Operand
-
 BLOCK = 128  # rows, and columns of a result
 DEPTH_BYTES = 128  # of a row that one iteration multiplies. With STAGES, 96 KiB of shared memory for all types
 STAGES = 3
@@ -27,18 +25,17 @@ Ref = Any  # of Pallas
 
 
 def times_weights(
-  x: Operand, w: Operand, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool, interpret: bool = False
+  x: jax.Array, w: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, transposed: bool, interpret: bool = False
 ) -> jax.Array:
   """The first product of `grouped_matmul.differentiable`. interpret: on any platform, for tests."""
-  blocks = _Blocks.of(len(x.values), sizes)
-  padded = blocks.pad(x.values)
-  return _times_weights(blocks, padded, w.values, dtype, interpret, transposed=transposed)[blocks.places]
+  blocks = _Blocks.of(len(x), sizes)
+  return _times_weights(blocks, blocks.pad(x), w, dtype, interpret, transposed=transposed)[blocks.places]
 
 
-def times_rows(x: Operand, g: Operand, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
+def times_rows(x: jax.Array, g: jax.Array, sizes: jax.Array, dtype: jnp.dtype, *, interpret: bool = False) -> jax.Array:
   """The second product of `grouped_matmul.differentiable`. interpret: on any platform, for tests."""
-  blocks = _Blocks.of(len(x.values), sizes)
-  return _times_rows(blocks, blocks.pad(x.values), blocks.pad(g.values), interpret).astype(dtype)
+  blocks = _Blocks.of(len(x), sizes)
+  return _times_rows(blocks, blocks.pad(x), blocks.pad(g), interpret).astype(dtype)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,12 +2,11 @@
 
 A projection has three matmuls (out, dx, dw). Each one quantizes its two operands symmetrically, with one float32 scale
 per row that is not contracted. There is no calibration, and nothing is kept between steps. Weights, optimizer state and
-gradients keep their types. Integer products are summed in int32. `grouped_matmul` does the same for experts.
+gradients keep their types. Integer products are summed in int32.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -74,32 +73,3 @@ def _quantize(array: jax.Array, kind: jnp.dtype, kept: Sequence[int]) -> Any:
   import qwix  # imported here: it takes a tenth of a second, and most runs are not quantized
 
   return qwix.quantize(array.astype(jnp.float32), kind, channelwise_axes=kept)
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Operand:
-  """An operand of a grouped matmul. In 8 bits it has a float32 scale for each index of the dims that it keeps."""
-
-  values: jax.Array
-  scale: jax.Array | None = None  # with as many dims as `values`
-
-  @classmethod
-  def of(cls, array: jax.Array, kind: jnp.dtype | None, *kept: int) -> Operand:
-    """Returns `array` in the 8-bit type `kind`, or as it is if kind is None. kept: the dims that keep their scales."""
-    if kind is None:
-      return cls(array)
-    quantized = _quantize(array, kind, kept)
-    return cls(quantized.qvalue, quantized.scale)
-
-  @property
-  def sum_dtype(self) -> jnp.dtype:
-    """The type in which products are summed."""
-    return jnp.dtype(jnp.int32 if self.values.dtype == jnp.int8 else jnp.float32)
-
-
-def rescaled(total: jax.Array, rows: Operand, columns: Operand) -> jax.Array:
-  """Returns `total` [.., K, N] times the scales of K rows and N columns, in float32 if the operands have scales."""
-  if rows.scale is None or columns.scale is None:
-    return total
-  return total.astype(jnp.float32) * rows.scale.reshape(-1, 1) * columns.scale.reshape(1, -1)

@@ -273,7 +273,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     ),
   )
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
-  grouped = grouped_matmul.choose(platform, cfg.expert_quantization)
+  grouped = grouped_matmul.choose(platform)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
   optimizer, schedule = own.replace(
     optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype),

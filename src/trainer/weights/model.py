@@ -69,7 +69,7 @@ class Model:
     """
     cfg = cfg.model_copy(update={"weight_dtype": cfg.dtype, "remat_policy": RematPolicy.NONE})
     project = projection.choose(device.platform, cfg.quantization)
-    multiply = grouped_matmul.choose(device.platform, cfg.expert_quantization).function
+    multiply = grouped_matmul.choose(device.platform).function
     functions = DecoderFunctions(cfg, Kernels(dot_product, grouped_matmul=multiply, project=project))
     one = jax.sharding.SingleDeviceSharding(device)
     on_device = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=one)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import yaml
 from end_to_end.four_programs import common
 
 import trainer
@@ -34,9 +35,10 @@ def main(folder: Path) -> None:
   """Leaves trainer/curve.csv and trainer/model in `folder`."""
   work = common.read(folder)
   model = hf_config.keys(common.config_of(folder), str(folder / "model"))
+  (folder / "trainer.yml").write_text(yaml.safe_dump(model))
   config = trainer.load(
     "configs/base.yml",
-    **model,
+    model_name=str(folder / "trainer.yml"),
     run_name="trainer",
     base_output_directory=str(folder),
     load_parameters_path=str(folder / "model"),

@@ -59,9 +59,9 @@ def test_every_array_is_restored_on_other_devices(tmp_path, opt_type, scan):
 OTHER_VALUES = {
   "base_emb_dim": 32, "base_num_decoder_layers": 4, "base_num_query_heads": 8, "base_num_kv_heads": 4,
   "base_mlp_dim": 64, "head_dim": 16, "vocab_size": 128, "global_parameter_scale": 2, "use_qk_norm": "false",
-  "logits_via_embedding": "true", "opt_type": "sgd", "normalization_layer_epsilon": 1e-5, "rope_max_timescale": 5e5,
-  "initializer_range": 0.1, "init_weights_seed": 1, "dtype": "float32", "weight_dtype": "bfloat16",
-  "quantization": "int8", "mu_dtype": "bfloat16", "rope_type": "llama3", "scan_layers": "false",
+  "logits_via_embedding": "true", "opt_type": "sgd", "rope_max_timescale": 5e5,
+  "init_weights_seed": 1, "dtype": "float32", "weight_dtype": "bfloat16",
+  "quantization": "int8", "mu_dtype": "bfloat16", "scan_layers": "false",
 }  # fmt: skip
 
 

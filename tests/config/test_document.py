@@ -51,7 +51,6 @@ PRINTED = [
   ["model_name=llama3.1-8b", "sample_prompt=it's: #1", "learning_rate=1e-07"],
   # The model's own values, and defaults that replaced values of the model.
   ["model_name=qwen3-0.6b", "override_model_config=true", "head_dim=64", "vocab_size=1000"],
-  ["model_name=llama3.2-1b", "override_model_config=true", "rope_type=default", "rope_scaling_factor=8"],
   *([f"model_name={name}"] for name in MODELS),
 ]
 

@@ -69,9 +69,6 @@ def test_a_choice_removes_keys_of_lower_precedence_that_it_disables(write):
   """A user who turns evaluation off need not know the YAML's eval_interval, and cannot remove that line."""
   quickstart = load(["configs/quickstart.yml", "eval_steps=0"])
   assert (quickstart.observe.eval_steps, quickstart.observe.eval_interval) == (0, -1)
-  plain = load(["configs/base.yml", "model_name=llama3.2-1b", "override_model_config=true", "rope_type=default"])
-  assert (plain.model.rope_type, plain.model.rope_scaling_factor) == ("default", Config().model.rope_scaling_factor)
-  assert load(["configs/base.yml", "model_name=llama3.2-1b"]).model.rope_scaling_factor == 32
   parent = write("parent.yml", "lr_schedule_type: wsd\nwsd_decay_steps_fraction: 0.2\nadam_b2: 0.9\n")
   child = write("child.yml", f"base_config: {parent}\nlr_schedule_type: constant\n")
   assert load([child]).optimizer.wsd_decay_steps_fraction == Config().optimizer.wsd_decay_steps_fraction

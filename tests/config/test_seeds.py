@@ -115,8 +115,6 @@ def test_each_name_of_maxtext_is_written_once():
     ("grain_file_type=tfrecord", "Convert the files to ArrayRecord or Parquet once"),
     ("dataset_type=c4_mlperf", "Give files with dataset_type=grain grain_train_files=FILES"),
     ("opt_type=adam_pax", "Use opt_type=adamw"),
-    ("rope_type=llama3.1", "Use rope_type=llama3"),
-    ("rope_type=yarn", "other scalings are not supported"),
     ("quantization=fp8_gpu", "Use quantization=fp8"),
     ("profiler=nsys", "Use profiler=xplane"),
     ("max_num_checkpoints_to_keep=None", "set checkpoint_keep_period=1"),

@@ -45,7 +45,6 @@ REFUSED = [
     "Did you mean query_proj",
   ),
   (["remat_policy=custom", "mlpwo=host"], "custom_remat: mlpwo=host is not one of"),
-  (["rope_scaling_factor=4"], "only with rope_type=llama3, and it is default"),
   (["wsd_decay_steps_fraction=.2"], "only with lr_schedule_type=wsd, and it is cosine"),
   (["lr_schedule_type=constant", "learning_rate_final_fraction=.5"], "only with lr_schedule_type=cosine or wsd"),
   (["opt_type=sgd", "adam_b2=.5"], "only with opt_type=adamw or muon, and it is sgd"),

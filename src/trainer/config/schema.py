@@ -21,10 +21,11 @@ SERVICES = ("tensorboard", "wandb", "goodput", "gcs_metrics", "checkpoint_logger
 # Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
 # a run with such a model.
 MODEL_VALUES = frozenset({
-  "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings", "decoder_sparse_step",
+  "normalization_layer_epsilon", "initializer_range", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
+  "rope_high_freq_factor", "rope_original_max_position_embeddings", "norm_topk_prob", "decoder_sparse_step",
   "mlp_only_layers",
 })  # fmt: skip
-# What MaxText's users write, although it follows: a value that does not follow is refused.
+# Derived keys, which MaxText's users write: accepted if equal to the computed value.
 FOLLOWING = frozenset({"dcn_data_parallelism", "ici_data_parallelism"})
 # Activations of a layer that remat_policy=custom can keep, with MaxText's names.
 ACTIVATIONS = (

@@ -168,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     "--most-lost",
     type=int,
     default=1,
-    help="steps that may be done again; elastic_backup_kind=checkpoint: checkpoint_period",
+    help="steps that may be done again; snapshot_period=-1: checkpoint_period",
   )
   parser.add_argument("--verify", metavar="LOG", help="only check this log")
   options = parser.parse_args(argv)

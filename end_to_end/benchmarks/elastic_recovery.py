@@ -47,7 +47,7 @@ def in_process(directory: Path, runs: int) -> None:
   base = [f"steps={STEPS}", "checkpoint_period=9"]
   degrade, fixed = [*base, "elastic_min_slice_count=2"], [*base, "elastic_min_slice_count=-1"]
   harness.run("warm", [*degrade, "snapshot_period=1", f"fault_injection={DOWN_AND_UP}"])
-  for backup, keys in (("snapshot", ["snapshot_period=1"]), ("checkpoint", ["elastic_backup_kind=checkpoint"])):
+  for backup, keys in (("snapshot", ["snapshot_period=1"]), ("checkpoint", ["snapshot_period=-1"])):
     found: list[dict[str, Any]] = []
     for i in range(runs):
       found += harness.run(f"a{i}", [*degrade, *keys, f"fault_injection={DOWN_AND_UP}"]).of_kind("recovery")

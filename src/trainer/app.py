@@ -121,7 +121,7 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
 
   rules = None
   if cluster_lib.has_worlds(config.cluster):
-    require(config_rules.of_one_process(config.elastic))  # torchrun has cluster=auto
+    require(config_rules.multiprocess_conflicts(config.elastic))  # torchrun has cluster=auto
     config = shares.resolve(config)
     rules = run_rules(config)
   return config, cluster_lib.start(config.cluster, rules, config.elastic)

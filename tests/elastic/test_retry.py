@@ -155,7 +155,7 @@ def test_fixed_mesh_waits_for_the_replacement_and_is_bit_identical(undisturbed):
 
 def test_backup_in_checkpoints_goes_back_to_the_last_one(undisturbed):
   toy = ToyRun(backup="checkpoint")
-  train(toy, "slice_down@14:2", elastic_min_slice_count=-1, elastic_backup_kind="checkpoint")
+  train(toy, "slice_down@14:2", elastic_min_slice_count=-1, snapshot_period=-1)
   assert toy.losses == undisturbed.losses
   (recovery,) = records(toy, "recovery")
   assert (recovery["step_before"], recovery["step_after"], recovery["steps_lost"]) == (13, 10, 3)

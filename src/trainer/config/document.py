@@ -33,9 +33,9 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.co
 - **Precedence**, lowest first: the defaults below; the files that a YAML names in `base_config` (relative to the YAML);
   the YAML; the YAML of the model (`model_name`); the command line, where the last of several values wins.
 - **Models**: another value than the named model's for one of its keys is an error. With `override_model_config=true`
-  your value wins. The YAML of a model may also have values that are no keys of a run:
-  `normalization_layer_epsilon`, `initializer_range` (standard deviation of fresh matrices), `rope_type` (`default`, or
-  `llama3` with `rope_scaling_factor`, `rope_low_freq_factor`, `rope_high_freq_factor` and
+  your value wins. The YAML of a model may also have values that are no keys of a run: `max_position_embeddings` (the
+  longest sequence), `normalization_layer_epsilon`, `initializer_range` (standard deviation of fresh matrices),
+  `rope_type` (`default`, or `llama3` with `rope_scaling_factor`, `rope_low_freq_factor`, `rope_high_freq_factor` and
   `rope_original_max_position_embeddings`), `norm_topk_prob` (whether the weights of the chosen experts add up to 1),
   `decoder_sparse_step` (every so many layers one has experts) and `mlp_only_layers` (layers without experts, counted
   from 0 and separated by commas).

@@ -37,17 +37,17 @@ def axis_sizes(parallelism: ParallelismSection, group: str, total: int) -> dict[
   return by_axis | {"fsdp": by_axis["fsdp"] * filled.get(f"{group}_expert_parallelism", 1)}
 
 
-def of_one_process(elastic: ElasticSection) -> Iterator[str]:
-  """Keys of runs that recover inside one process, given where each slice is a process."""
-  for name, value, default in _given(elastic, "snapshot_period", "elastic_backup_kind"):
+def multiprocess_conflicts(elastic: ElasticSection) -> Iterator[str]:
+  """Refuses keys of runs that recover inside one process: here each slice is a process."""
+  for name, value, default in _given(elastic, "snapshot_period"):
     yield (
       f"{name}={value}: has no effect where each slice is a process: a slice gets the state from another slice, so "
       f"no snapshots are taken.\nRemove it, or give {name}={default}."
     )
 
 
-def of_one_program(elastic: ElasticSection, cluster: str) -> Iterator[str]:
-  """Keys of slices that are processes, given where one program sums the slices of this kind of cluster."""
+def single_controller_conflicts(elastic: ElasticSection, cluster: str) -> Iterator[str]:
+  """Refuses keys of slices that are processes: on this kind of cluster, one program sums the slices."""
   names = "shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor"
   for name, value, default in _given(elastic, *names):
     yield (

@@ -21,9 +21,9 @@ SERVICES = ("tensorboard", "wandb", "goodput", "gcs_metrics", "checkpoint_logger
 # Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
 # a run with such a model.
 MODEL_VALUES = frozenset({
-  "normalization_layer_epsilon", "initializer_range", "rope_type", "rope_scaling_factor", "rope_low_freq_factor",
-  "rope_high_freq_factor", "rope_original_max_position_embeddings", "norm_topk_prob", "decoder_sparse_step",
-  "mlp_only_layers",
+  "max_position_embeddings", "normalization_layer_epsilon", "initializer_range", "rope_type", "rope_scaling_factor",
+  "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings", "norm_topk_prob",
+  "decoder_sparse_step", "mlp_only_layers",
 })  # fmt: skip
 # Derived keys, which MaxText's users write: accepted if equal to the computed value.
 FOLLOWING = frozenset({"dcn_data_parallelism", "ici_data_parallelism"})
@@ -382,9 +382,6 @@ class ElasticSection(Section):
   Slices as separate processes: a loss that other slices survive ends no attempt."""
   elastic_min_slice_count: int = Field(-1, ge=-1, le=1_000_000)
   """Number of slices that training needs. -1: all slices (wait for the replacement)."""
-  elastic_backup_kind: Literal["snapshot", "checkpoint"] = "snapshot"
-  """First source of a recovery: a copy in host memory (snapshot), or the checkpoints. Not for slices as separate
-  processes, which send each other the state."""
   shares_per_slice: int = Field(-1, ge=-1, le=1024)
   """Slices as separate processes: into how many equal shares the part of the batch of a slice is cut, once for the life
   of the run. The living slices divide the shares of a lost slice among them. The result has the same bits, whichever
@@ -402,9 +399,10 @@ class ElasticSection(Section):
   elastic_min_resize_interval_seconds: float = Field(30.0, ge=0, le=1e9)
   """Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and
   goes."""
-  snapshot_period: NonNegative = 0
-  """Steps between snapshots. 0: chosen so that snapshots cost at most 1 % of the step time. Not for slices as separate
-  processes."""
+  snapshot_period: int = Field(0, ge=-1, le=2**31 - 1)
+  """Steps between snapshots, copies of the state in host memory: the first source of a recovery. 0: chosen so that
+  snapshots cost at most 1 % of the step time. -1: no snapshots, a recovery begins with the newest checkpoint. Not for
+  slices as separate processes, which send each other the state."""
   witness_period: NonNegative = 0
   """Steps between two witnesses: a second slice computes a part of the step too, and the bits of both are compared
   (docs/trust.md). 0: never. Needs at least two slices."""

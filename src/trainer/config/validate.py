@@ -81,7 +81,7 @@ def check(config: Config, problems: Problems) -> None:
   if parallelism:
     return  # the rules below compute with these sizes
   if config.cluster.cluster == "multiprocess":
-    problems.add(rules.of_one_process(config.elastic))
+    problems.add(rules.multiprocess_conflicts(config.elastic))
   sizes = [*_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)]
   sizes += _batch(config.data, config.parallelism, config.cluster)
   problems.add(sizes or _shards(config))
@@ -360,10 +360,10 @@ def _elastic(
       f"dcn_data_parallelism={replicas}: fixes the slice count, so elastic_min_slice_count={least} could never work.\n"
       "Remove dcn_data_parallelism, which follows the slices alive."
     )
-  if elastic.elastic_backup_kind == "checkpoint" and not checkpoint.enable_checkpointing:
+  if elastic.snapshot_period == -1 and not checkpoint.enable_checkpointing:
     yield (
-      "elastic_backup_kind=checkpoint: needs enable_checkpointing=true, or a recovery starts from step 0.\n"
-      "Use elastic_backup_kind=snapshot, or turn checkpoints on."
+      "snapshot_period=-1: needs enable_checkpointing=true, or a recovery starts from step 0.\n"
+      "Use snapshot_period=0, or turn checkpoints on."
     )
 
 

@@ -228,7 +228,7 @@ class ElasticRun:
   @property
   def uses_snapshots(self) -> bool:
     """Whether attempts take snapshots, and restore from them first."""
-    snapshots = self.cfg.elastic_enabled and self.cfg.elastic_backup_kind == "snapshot"
+    snapshots = self.cfg.elastic_enabled and self.cfg.snapshot_period != -1
     return snapshots and self.session.cluster.recovers_in_process
 
   def snapshot_due(self, step: int) -> bool:

@@ -52,7 +52,7 @@ def elastic_retry(
     _injector(cluster, check(cluster, cfg, job.steps), events, clock),
     RetryPolicy(cfg.elastic_max_retries, _RESET_STEPS),
     ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
-    SnapshotPolicy(cfg.snapshot_period, _SNAPSHOT_OVERHEAD, job.state_bytes),
+    SnapshotPolicy(max(cfg.snapshot_period, 0), _SNAPSHOT_OVERHEAD, job.state_bytes),
     RecoveryLog(events, log, session.programs.counter, job.tokens_per_step, clock),
     clock,
   )
@@ -194,7 +194,7 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       "Use several slices, or witness_period=0."
     )
   one_program = cluster.recovers_in_process
-  require(rules.of_one_program(cfg, cluster.kind) if one_program else rules.of_one_process(cfg))
+  require(rules.single_controller_conflicts(cfg, cluster.kind) if one_program else rules.multiprocess_conflicts(cfg))
   if cfg.elastic_enabled and cfg.elastic_min_slice_count > cluster.num_slices:
     raise ConfigError(
       f"elastic_min_slice_count={cfg.elastic_min_slice_count}: there are only {cluster.num_slices} slices.\n"

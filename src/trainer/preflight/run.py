@@ -120,7 +120,7 @@ def _check_hlo_file(path: str) -> None:
 
 def _separate(config: Config) -> bool:
   """Whether each slice is a process with a program of its own. A file of keys may leave `cluster` to the launcher."""
-  kind, mistakes = config.cluster.cluster, [*rules.of_one_program(config.elastic, config.cluster.cluster)]
+  kind, mistakes = config.cluster.cluster, [*rules.single_controller_conflicts(config.elastic, config.cluster.cluster)]
   if kind in ("simulated", "pathways"):
     require(mistakes)
   return kind == "multiprocess" or bool(mistakes)

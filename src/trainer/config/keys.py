@@ -23,6 +23,7 @@ Scalar = bool | int | float | str
 SWITCHES = {
   "enable_tensorboard": "tensorboard",
   "enable_goodput_recording": "goodput",
+  "enable_pathways_goodput": "goodput_json",
   "gcs_metrics": "gcs_metrics",
   "enable_checkpoint_cloud_logger": "checkpoint_logger",
 }

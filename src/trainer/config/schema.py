@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from input_pipeline.options import DataOptions
 
-SERVICES = ("tensorboard", "wandb", "goodput", "gcs_metrics", "checkpoint_logger")
+SERVICES = ("tensorboard", "wandb", "goodput", "goodput_json", "gcs_metrics", "checkpoint_logger")
 # Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
 # a run with such a model.
 MODEL_VALUES = frozenset({
@@ -439,12 +439,11 @@ class ObserveSection(Section):
   {run}/tensorboard. wandb: Weights & Biases (extra wandb); offline, in {run}/wandb, without an API key or with
   WANDB_MODE=offline; WANDB_PROJECT and WANDB_NAME name the run. goodput: the run's events for Google's
   ml-goodput-measurement (extra goodput), in Cloud Logging, or without credentials in {run}/goodput_records.jsonl.
+  goodput_json: the end of the run prints its goodput and writes goodput.json, whose categories sum to 100 %.
   gcs_metrics: one object per log_period in {run}/metrics, for object stores, which cannot append to files.
   checkpoint_logger: records of save and restore times, in Cloud Logging if its library is installed, else in a JSONL
   file in the run's folder. Empty: none. MaxText's switches are accepted too: enable_goodput_recording=true adds goodput
-  to what files of lower precedence say."""
-  enable_pathways_goodput: bool = False
-  """At the end print the goodput of the run and write goodput.json. Its categories sum to 100 %."""
+  to what files of lower precedence say, and enable_pathways_goodput=true adds goodput_json."""
   receipt_state_period: NonNegative = 100
   """Steps between digests of the state in receipt.jsonl, which has a line for each step (docs/trust.md). States of
   checkpoints and of the last step have one too. 0: no receipt."""

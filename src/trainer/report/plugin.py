@@ -7,12 +7,10 @@ from trainer.run.plugins import Plugin
 
 
 class Report(Plugin):
-  """enable_pathways_goodput, enable_report."""
+  """services=goodput_json, enable_report."""
 
   def ends(self, code: int) -> None:
     observe = self.config.observe
-    with_page = code == 0 and observe.enable_report
-    if observe.enable_pathways_goodput or with_page:
-      page.write_or_warn(
-        self.config.run_directory, self.run.log, with_goodput=observe.enable_pathways_goodput, with_page=with_page
-      )
+    with_page, with_goodput = code == 0 and observe.enable_report, observe.sends_to("goodput_json")
+    if with_page or with_goodput:
+      page.write_or_warn(self.config.run_directory, self.run.log, with_goodput=with_goodput, with_page=with_page)

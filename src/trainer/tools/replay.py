@@ -29,7 +29,7 @@ _NOTHING_ELSE = (
   "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 enable_emergency_checkpoint=false "
   "local_checkpoint_period=0 local_checkpoint_directory= eval_steps=0 eval_interval=-1 "
   "eval_sets= target_eval_loss=0 witness_period=0 services= "
-  "enable_report=false enable_pathways_goodput=false profiler= sample_prompt= fault_injection="
+  "enable_report=false profiler= sample_prompt= fault_injection="
 ).split()
 _OF_WORLDS = "shares_per_slice=-1 exchange_network= exchange_streams=-1 elastic_slow_factor=0 cluster_standin=".split()
 _NUMERIC = (CHANGES_STATE | CHANGES_MODEL | CHANGES_DATA_ORDER | FREE) - {"dataset_cache_directory", "eval_sets"}

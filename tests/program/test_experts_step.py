@@ -156,7 +156,7 @@ def masked_gradients() -> tuple[list[np.ndarray], list[np.ndarray]]:
 
   def sums_of(params, batch) -> list[np.ndarray]:
     grads = program_(jax.tree.map(jnp.asarray, params), jax.tree.map(lambda x: x.reshape(1, -1, T), batch)).grads
-    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(experts.split_loads(grads)[0])]
+    return [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(experts.pop_expert_counts(grads)[0])]
 
   tokens, weight = np.count_nonzero(batch.segment_ids), batch.weights.sum(dtype=np.float64)
   both, balance = sums_of(params, batch), sums_of(params, batch._replace(weights=0 * batch.weights))
@@ -200,7 +200,7 @@ def test_every_token_that_is_not_padding_counts_k_times_in_each_layer():
 def test_the_step_puts_the_counts_in_the_place_of_the_load():
   """They are no gradients: they count neither for the norm nor for the optimizer."""
   params, found = sums()
-  grads, counts = experts.split_loads(found.grads)
+  grads, counts = experts.pop_expert_counts(found.grads)
   assert not load(grads).any() and len(counts) == 1
   after, metrics = experts.take_loads(params, counts)
   shares = load(found.grads) / load(found.grads).sum(axis=-1, keepdims=True)
@@ -219,5 +219,5 @@ def test_a_batch_without_tokens_keeps_the_load():
 
 def test_a_dense_model_has_no_loads():
   params = {"layers": {"feed_forward": {"gate": jnp.ones(3)}}}
-  assert experts.split_loads(params) == (params, [])
+  assert experts.pop_expert_counts(params) == (params, [])
   assert experts.take_loads(params, []) == (params, {})

@@ -185,7 +185,7 @@ WRONG = {
   "truncated": (edit_bytes(lambda data: data[:-1]), "truncated"),
   "only the header": (edit_bytes(lambda data: data[:6]), "truncated"),
   "a damaged header": (edit_bytes(lambda data: data[:20] + b"\0" + data[21:]), "header cannot be read"),
-  "another offset": (edit_bytes(lambda data: data.replace(b"[0,", b"[1,", 1)), "are not those of its shape"),
+  "another offset": (edit_bytes(lambda data: data.replace(b"[0,", b"[1,", 1)), "do not fit its shape"),
   "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "Save the model as safetensors"),
   "weights of torch": (renamed("pytorch_model.bin"), "It has pytorch_model.bin. Save the model as safetensors: "),
   "an adapter": (renamed("adapter_model.safetensors"), "has an adapter: merge it"),

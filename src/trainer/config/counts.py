@@ -28,7 +28,7 @@ def parameter_count(model: ModelSection) -> int:
 
 
 def active_parameter_count(model: ModelSection) -> int:
-  """Number of parameters that compute one token: all, or those of its k experts instead of those of all experts."""
+  """Number of parameters that compute one token: with experts, only k of them count."""
   idle = _layers_matmul_parameters(model, model.num_experts)
   return parameter_count(model) - idle + _layers_matmul_parameters(model, model.num_experts_per_tok)
 

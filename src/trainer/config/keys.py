@@ -85,7 +85,7 @@ def all_fields() -> dict[str, Key]:
 
 @functools.cache
 def accepted() -> dict[str, Key]:
-  """The names that a run's YAML or command line may have: the keys, and those of MaxText that mean something here."""
+  """The names that a run's YAML or command line may have: the keys, and MaxText's switches and derived keys."""
   switch = Key("", "", bool, (), False, "", ())
   fields = {name: key for name, key in all_fields().items() if name not in MODEL_VALUES}
   return fields | {name: replace(switch, name=name) for name in SWITCHES}
@@ -124,7 +124,7 @@ def _kind(annotation: Any) -> tuple[type, tuple[str, ...]]:
 
 
 def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[str]]:
-  """The options of preflight among `arguments`, and the other arguments. ConfigError for a value that is none."""
+  """The options of preflight among `arguments`, and the other arguments. Raises ConfigError for a wrong value."""
   known = _table({"preflight": PreflightOptions})
   given: dict[str, Any] = {}
   others: list[str] = []
@@ -273,7 +273,7 @@ def _real(text: str) -> float:
   return number
 
 
-# Of each type of values: the function that reads one, the rule, an example.
+# Type of the values -> the function that reads one, the rule, an example.
 _KINDS: dict[type, tuple[Any, str, str]] = {
   bool: (_boolean, "true or false", "true"),
   int: (_integer, "a whole number", "10"),

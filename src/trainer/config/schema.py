@@ -1,6 +1,6 @@
 """Every configuration key with its section, type, range, default and meaning.
 
-A key is declared only here; most of those of the section `data` are options of input_pipeline.
+A key is declared only here; most keys of the section `data` are options of input_pipeline.
 
 Keys are flat on the command line and in YAML (`steps=100`). In the code they are grouped in sections, and a component
 receives its own section. Where MaxText has a key, the key has MaxText's name. No JAX here: `--help` must stay fast.
@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from input_pipeline.options import DataOptions
 
 SERVICES = ("tensorboard", "wandb", "goodput", "goodput_json", "gcs_metrics", "checkpoint_logger")
-# Fields that are no keys of a run. Values of a model: only the file that model_name names has them, and config.yml of
-# a run with such a model.
+# Fields that are not keys of a run. Values of a model: only the file that model_name names may have them, and the
+# config.yml of a run with such a model.
 MODEL_VALUES = frozenset({
   "max_position_embeddings", "normalization_layer_epsilon", "initializer_range", "rope_type", "rope_scaling_factor",
   "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_max_position_embeddings", "norm_topk_prob",
@@ -291,7 +291,7 @@ class ParallelismSection(Section):
   attention also computes the scores that the causal mask removes."""
 
 
-# Optimizer -> those of the keys of OptimizerSection that it reads and some other optimizer does not.
+# Optimizer -> the keys of OptimizerSection that it reads and some other optimizer does not.
 OPTIMIZER_KEYS: dict[str, tuple[str, ...]] = {
   "adamw": ("adam_b1", "adam_b2", "adam_eps", "mu_dtype"),
   "adafactor": (),

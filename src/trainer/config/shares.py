@@ -62,7 +62,7 @@ def _rows(config: Config) -> float:
 
 
 def _possible(config: Config) -> list[int]:
-  """Numbers of shares with equal micro-batches that are no larger than those of the whole: divisors of the
+  """Numbers of shares with equal micro-batches, no larger than the micro-batches of the whole: divisors of the
   micro-batches, and those divisors of all rows of a slice that make a share one micro-batch."""
   accumulation, rows = config.optimizer.gradient_accumulation_steps, int(_rows(config))
   finer = [shares for shares in range(accumulation, rows + 1) if rows % shares == 0]

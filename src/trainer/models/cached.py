@@ -25,7 +25,7 @@ def empty(cfg: ModelSection, rows: int, slots: int) -> Cache:
   return pair(cfg.num_decoder_layers) if cfg.scan_layers else [pair() for _ in range(cfg.num_decoder_layers)]
 
 
-# A program of its own: a CPU would copy the whole cache in a program that also reads it.
+# A separate program: a CPU would copy the whole cache in a program that also reads it.
 @functools.partial(jax.jit, donate_argnums=0)
 def extended(cache: Cache, new: Cache, slot: jax.Array) -> Cache:
   """Returns the cache with the keys and values of `new` in the slots from `slot` on."""

@@ -36,7 +36,7 @@ _HEAD_STD = 0.28
 class DecoderLayer(nnx.Module):
   """Pre-norm residual layer: x + attention(norm(x)), then + feed_forward(norm(x)).
 
-  The feed-forward is that of a dense model or a mixture of experts. keys: random keys for both parts.
+  The feed-forward is dense or a mixture of experts. keys: random keys for both parts.
   """
 
   def __init__(self, cfg: ModelSection, kernels: Kernels, index: int, *, keys: jax.Array) -> None:

@@ -34,7 +34,7 @@ from trainer.parallel.sharding import constrain
 Params = dict[str, Any]
 
 # The metrics of a step: the largest and the smallest load of an expert of any layer, relative to an even one, and the
-# mean entropy of the loads of a layer, relative to that of even ones.
+# mean entropy of the loads of a layer, relative to the entropy of even loads.
 METRICS = ("router_load_max", "router_load_min", "router_entropy")
 
 
@@ -133,7 +133,7 @@ def _compute(
   down_EFD: jax.Array,
   E: int,
 ) -> jax.Array:
-  """Returns the sum of the results of those of E experts, the first ones, whose weights are given.
+  """Returns the sum of the results of the first experts of E, as many as there are weights.
 
   With one shard of F, it is a term of the sum over shards.
   """
@@ -214,7 +214,7 @@ _permute.defvjp(lambda x, order, back: (_permute(x, order, back), back), lambda 
 def _balanced(
   out: jax.Array, probs_BTE: jax.Array, chosen_BTk: jax.Array, load: jax.Array, real_BT: jax.Array, strength: float
 ) -> jax.Array:
-  """Returns `out`. The derivative adds that of the balance loss: the sum of strength * load * probs over real tokens.
+  """Returns `out`. The derivative adds the gradient of the balance loss, sum(strength * load * probs) over real tokens.
 
   The gradient of `load` is not the derivative: it counts the real tokens that chose each expert.
   """
@@ -242,8 +242,8 @@ def scale_loads(params: Params, mean_weight: Any) -> Params:
   return _map_experts(lambda layer: layer | {"load": layer["load"] * mean_weight}, params)
 
 
-def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:
-  """Returns the gradients with zeros for the loads of experts, and the counts that stood there, [E] or [L, E] each."""
+def pop_expert_counts(grads: Params) -> tuple[Params, list[jax.Array]]:
+  """Returns the gradients with zeros in place of the experts' counts, and these counts, [E] or [L, E] each."""
   counts: list[jax.Array] = []
 
   def take(layer: Params) -> Params:
@@ -254,7 +254,7 @@ def split_loads(grads: Params) -> tuple[Params, list[jax.Array]]:
 
 
 def take_loads(params: Params, counts: list[jax.Array]) -> tuple[Params, dict[str, jax.Array]]:
-  """Returns the weights with the loads of the experts from `counts` (of `split_loads`), and the step's METRICS.
+  """Returns the weights with the loads of the experts from `counts`, see `pop_expert_counts`, and the step's METRICS.
 
   A routed bias rises by 1 for experts with less than the mean load and falls by 1 for experts with more. Without
   experts, returns the weights and {}.

@@ -57,7 +57,7 @@ def stream(
 ) -> Iterator[list[int | None]]:
   """Yields at most `tokens` times the next token of each prompt; None after a token of `stop`, which is not yielded.
 
-  params: on one device. prompts: none is empty. Only ids below `vocab_size` are chosen. Deterministic.
+  params: on one device. prompts: not empty. Only ids below `vocab_size` are chosen. Deterministic.
   """
   length = _rounded(max(map(len, prompts)))
   starts = np.array([length - len(prompt) for prompt in prompts], np.int32)

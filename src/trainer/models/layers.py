@@ -57,8 +57,8 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 def _computed_together(*arrays: jax.Array) -> tuple[jax.Array, ...]:
   """Returns the arrays, which a TPU computes in one operation, with the last dim innermost in memory.
 
-  Without a fixed layout, the compiler may choose the one that a later matmul prefers. Then the gradient of the weights
-  is copied before its reduce-scatter.
+  Without a fixed layout, the compiler may choose a layout for a later matmul. Then the gradient of the weights is
+  copied before its reduce-scatter.
   """
   rows = (with_layout_constraint(array, Layout(tuple(range(array.ndim)))) for array in arrays)
   return jax.lax.optimization_barrier(tuple(rows))

@@ -35,7 +35,7 @@ class Saved:
 
   @classmethod
   def of(cls, derivative: Any, inputs: Any) -> Saved:
-    """The arrays of a function of jax.vjp, without those that are `inputs`."""
+    """The arrays of a function of jax.vjp, without `inputs`."""
     arrays, tree = jax.tree.flatten(derivative)
     known = {id(array): index for index, array in enumerate(jax.tree.leaves(inputs))}
     origin = _Origin(tree, tuple(known.get(id(array)) for array in arrays))

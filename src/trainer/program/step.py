@@ -161,7 +161,7 @@ def apply_gradients(
   optimizer state stay unchanged.
   """
   weight = jnp.where(sums.weight > 0, sums.weight, jnp.inf)  # a batch without targets has the mean 0
-  sum_grads, counts = experts.split_loads(sums.grads)
+  sum_grads, counts = experts.pop_expert_counts(sums.grads)
   norm = optax.tree.norm(sum_grads) / weight
   loss = sums.loss / weight
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)

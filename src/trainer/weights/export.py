@@ -101,7 +101,7 @@ def export(
 
 
 def _parts(source: WeightSource, dtype: str) -> list[_Part]:
-  """The tensors, those of a stored array one after the other."""
+  """The tensors, in the order of the stored arrays."""
   found = []
   for name, weight in names.weights(source.model).items():
     stored, index = _place(source, name)
@@ -246,7 +246,7 @@ def _write_ends(source: WeightSource, folder: Any, tokenizer: BpeTokenizer, ends
 
 
 def _name_tokens(folder: Any, names: Mapping[str, str | None]) -> None:
-  """Makes the files beside tokenizer.json agree with its template: some readers prefer what these say."""
+  """Makes the other files of the tokenizer agree with its template: some readers prefer what these say."""
   adds = {"add_bos_token": names.get("bos_token") is not None, "add_eos_token": False}
   for name, wanted in (("tokenizer_config.json", {**names, **adds}), ("special_tokens_map.json", names)):
     if (file := folder / name).exists():

@@ -54,25 +54,25 @@ def _require_new(target: Any) -> None:
     raise ConfigError(f"{target}: has files already. Give a new folder, or delete it.")
 
 
-def _is_written(target: Any) -> ConfigError:
+def _already_exists_error(target: Any) -> ConfigError:
   return ConfigError(f"{target}: another process writes this folder. Wait for its end, or give another folder.")
 
 
 @contextlib.contextmanager
 def _locked(target: Any) -> Iterator[Any]:
-  """An empty folder alongside `target`, which this process alone has: by a lock, or by its name if there are none."""
+  """Yields an empty folder next to `target`, which has a lock or, where locks are missing, a random name."""
   work = target.with_name(f"{target.name}.unfinished")
   work.mkdir(parents=True, exist_ok=True)
   lock = FolderLock(work, shared=False)
   if lock.entered is False:
-    raise _is_written(target)
+    raise _already_exists_error(target)
   if lock.entered is None:
     with contextlib.suppress(OSError):
       os.rmdir(work)
     work = target.with_name(f"{target.name}.{secrets.token_hex(4)}.unfinished")
     work.mkdir()
   elif not lock.is_at(work):  # the process that had the lock has just ended
-    raise _is_written(target)
+    raise _already_exists_error(target)
   for path in work.iterdir():  # of a process that was killed
     path.rmtree() if path.is_dir() else path.unlink()
   yield work
@@ -85,7 +85,7 @@ def _claimed(target: Any) -> Iterator[Any]:
   claim.write_text("")
   try:
     if any(path.name != claim.name for path in files.object_folder(str(target)).iterdir()):
-      raise _is_written(target)  # perhaps both processes find each other, and both end
+      raise _already_exists_error(target)  # two processes may find each other, and both end
     yield target
   finally:
     claim.unlink(missing_ok=True)

@@ -80,11 +80,11 @@ _DESCRIPTIONS = frozenset(
   "output_hidden_states return_dict output_router_logits "
   # What nanotron, unsloth and transformers.js add to models that they publish.
   "is_llama_config unsloth_fixed unsloth_version transformers.js_config "
-  # Of the Llama of 2023, of other programs, and of every configuration of transformers before its version 5.
+  # In the Llama of 2023, in files of other programs, and in every configuration of transformers before version 5.
   "max_sequence_length max_seq_len model_max_length seq_length unk_token_id torchscript use_bfloat16 tf_legacy_loss "
   "chunk_size_feed_forward is_decoder tie_encoder_decoder tokenizer_class prefix sep_token_id decoder_start_token_id "
   "finetuning_task task_specific_params problem_type id2label label2id "
-  # Of generation: folders that are older than generation_config.json have them here.
+  # For generation: folders that are older than generation_config.json have them here.
   "max_length max_new_tokens min_length min_new_tokens max_time early_stopping stop_strings do_sample num_beams "
   "num_beam_groups num_return_sequences penalty_alpha dola_layers temperature top_k top_p min_p top_h typical_p "
   "epsilon_cutoff eta_cutoff diversity_penalty repetition_penalty encoder_repetition_penalty length_penalty "
@@ -187,7 +187,7 @@ def _rope(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def longest(cfg: ModelSection, data: DataOptions | None) -> int:
-  """Tokens of the longest text of a model: max_position_embeddings if it is set, else those of an example of `data`,
+  """Tokens of the longest text of a model: max_position_embeddings if it is set, else max_target_length of `data`,
   on which it was trained."""
   declared = cfg.max_position_embeddings
   if data is None or declared != ModelSection.model_fields["max_position_embeddings"].default:

@@ -41,7 +41,7 @@ class Model:
   def from_run(cls, place: str, dtype: str = "") -> Model:
     """The model in RUN_DIR, RUN_DIR@STEP or a Hugging Face folder.
 
-    dtype: float32 or bfloat16, in which it computes and holds its matrices; "": that of the run. Raises ConfigError.
+    dtype: float32 or bfloat16, in which it computes and holds its matrices; "": as the run. Raises ConfigError.
     """
 
     def work(source: WeightSource) -> Model:

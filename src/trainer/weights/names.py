@@ -59,7 +59,7 @@ class Weight:
 
 
 def weights(cfg: ModelSection) -> dict[str, Weight]:
-  """{name in a state with separate layers: Weight}, for the architectures of hf_config.py. A tied head is none."""
+  """{name in a state with separate layers: Weight}, for the architectures of hf_config.py. A tied head is not in it."""
   V, D, H = cfg.vocab_size, cfg.emb_dim, cfg.head_dim
   N, K = cfg.num_query_heads, cfg.num_kv_heads
   found = {"params.embedding": Weight((EMBEDDING,), (V, D))}

@@ -70,7 +70,7 @@ def read(path: Any) -> dict[str, Tensor]:
         )
       dtype, shape = DTYPES[entry["dtype"]], tuple(entry["shape"])
       if begin != end or stop - begin != math.prod(shape) * dtype.itemsize:
-        raise ConfigError(f"{path}: the bytes {begin} to {stop} of {name} are not those of its shape. Get it again.")
+        raise ConfigError(f"{path}: the bytes {begin} to {stop} of {name} do not fit its shape. Get it again.")
       found[name], end = Tensor(path, 8 + length + begin, shape, dtype), stop
   except (ValueError, TypeError, KeyError, AttributeError) as error:
     if isinstance(error, ConfigError):

@@ -198,7 +198,7 @@ def _of_run(directory: str, named: int | None, world: World) -> WeightSource:
 def _held(
   persistent: Persistent, directory: str, named: int | None, world: World
 ) -> tuple[int, dict[str, Any], FolderLock]:
-  """(step, meta, lock) of the newest checkpoint, or of the one that is named; of the next one if it is deleted now."""
+  """Returns (step, meta, lock) of the checkpoint `named`, or of the newest one that is not deleted meanwhile."""
   while True:
     steps = [candidate.step for candidate in persistent.candidates()]
     if not steps or (named is not None and named not in steps):
@@ -223,7 +223,7 @@ def _hugging_face(folder: Any) -> WeightSource:
   found = _tensors(folder)
   if "embed_tokens.weight" in found:  # saved from the part of the model below its head
     found = {name if name == names.HEAD else f"model.{name}": tensor for name, tensor in found.items()}
-  if model.logits_via_embedding and names.HEAD in found:  # the same matrix, of which either name may be missing
+  if model.logits_via_embedding and names.HEAD in found:  # the same matrix, and either name may be missing
     found.setdefault(names.EMBEDDING, found[names.HEAD])
   stored = {}
   for name, weight in names.weights(model).items():
@@ -288,7 +288,7 @@ def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
 
 
 def _instead(folder: Any) -> str:
-  """What to do with a folder without the files of its weights, by those that it has."""
+  """Returns what to do with a folder that lacks its files of weights, by the files that it has."""
   weights = sorted(file.name for file in folder.iterdir() if file.suffix in _WEIGHTS)
   if any(name.startswith("adapter_") for name in weights):
     return "It has an adapter: merge it into its model (merge_and_unload of peft), and save the result."

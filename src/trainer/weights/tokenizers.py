@@ -1,4 +1,4 @@
-"""The tokenizer of a run's folder, which every run keeps beside its checkpoints."""
+"""The tokenizer in a run's folder."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _of_export(source: WeightSource) -> DataOptions:
 
 
 def stop_ids(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
-  """The ids that end a text: the tokenizer's, and those that generation_config.json in `folder` names."""
+  """The ids that end a text: the tokenizer's, and the ids in generation_config.json of `folder`."""
   file = run_id.folder(folder) / sources.GENERATION
   generation = sources.read_json(file) if file.exists() else {}
   return frozenset([tokenizer.eos_id, *named_stop_ids(generation)])

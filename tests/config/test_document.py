@@ -12,7 +12,7 @@ from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
-BUDGET = 123
+BUDGET = 122
 
 
 def test_base_yml_is_current():

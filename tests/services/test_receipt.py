@@ -175,7 +175,7 @@ def test_a_thread_writes_both_lines_in_their_order_and_is_waited_for(tmp_path):
   process.steps(1)  # returns at once
   assert not (folder / receipt.FILE).exists() and (folder / "metrics.jsonl").read_text() == ""
   threading.Timer(0.05, gate.set).start()
-  process.metrics.settle()
+  process.metrics.flush_pending()
   assert steps_of(folder) == [1] and len((folder / "metrics.jsonl").read_text().splitlines()) == 1
   process.steps(2, 3).metrics.hand_over()
   assert steps_of(folder) == [1, 2, 3]

@@ -150,7 +150,7 @@ class Member(threading.Thread):
     log = types.SimpleNamespace(line=nothing, warning=nothing)
     events = types.SimpleNamespace(begin_epoch=nothing, emit=lambda kind, **fields: self._emit(played, kind, fields))
     watchdog = types.SimpleNamespace(during=lambda what: contextlib.nullcontext())
-    metrics = types.SimpleNamespace(remembered=list, remember=nothing, settle=nothing)
+    metrics = types.SimpleNamespace(remembered=list, remember=nothing, flush_pending=nothing)
     cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices, world=SINGLE_WORLD)
     self._session: Any = types.SimpleNamespace(
       data=data, log=log, events=events, watchdog=watchdog, metrics=metrics, cluster=cluster

@@ -176,7 +176,7 @@ class ManyWorlds:
   def _evaluation(self) -> Iterator[str]:
     """The name of its round. In the block, the supervisor knows that it may interrupt this round."""
     name = f"eval {self._step}"
-    self._session.metrics.settle()
+    self._session.metrics.flush_pending()
     self._peers.membership.send("evaluates", round=name)
     try:
       yield name
@@ -259,7 +259,7 @@ class ManyWorlds:
   def _settled(self, checksum: Callable[[], int]) -> int:
     """The checksum that this member reports of a step, once it has written the records of the steps before: after the
     report, another member may be the primary."""
-    self._session.metrics.settle()
+    self._session.metrics.flush_pending()
     return checksum()
 
   def _send_state(self, member: int) -> None:

@@ -124,7 +124,7 @@ class Metrics:
   ) -> None:
     """is_primary: whether this process writes; otherwise it only remembers its last records. recorders: opens those
     who get the records too, when this process begins to write. in_thread: a thread writes the records of steps, see
-    `settle`."""
+    `flush_pending`."""
     self._events, self._recorders, self._in_thread = events, recorders, in_thread
     self._pending: Future[None] | None = None  # the last record of a step that the thread writes
     self._run_directory = run_directory
@@ -170,7 +170,7 @@ class Metrics:
     return 0 if last == self._before else int(last.get("step", 0))
 
   def _last_records(self) -> list[dict[str, Any]]:
-    return _standing(list(sound(files.read_last_json_lines(self._run_directory, METRICS_FILE))))
+    return current_records(list(valid_records(files.read_last_json_lines(self._run_directory, METRICS_FILE))))
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
@@ -186,7 +186,7 @@ class Metrics:
       elif record.step > last:
         self._write(record)
         missing.append(record)
-    self.settle()
+    self.flush_pending()
     return missing
 
   def hand_over(self) -> None:
@@ -199,11 +199,11 @@ class Metrics:
     self._remember(record)
     self._write(record)
     if self.callbacks:
-      self.settle()
+      self.flush_pending()
     for callback in self.callbacks:
       callback(record)
 
-  def settle(self) -> None:
+  def flush_pending(self) -> None:
     """Returns when the thread has written all records. Call it before another process may become the primary: that
     one writes what is missing in the files."""
     if self._pending is not None:
@@ -215,7 +215,7 @@ class Metrics:
     for optional in _OPTIONAL:
       if fields[optional] is None:
         del fields[optional]
-    self.settle()
+    self.flush_pending()
     if self._thread is None:
       self._put(fields)
     else:
@@ -236,7 +236,7 @@ class Metrics:
     self._write_eval(evaluation)
 
   def _write_eval(self, evaluation: Evaluation) -> None:
-    self.settle()
+    self.flush_pending()
     fields = dataclasses.asdict(evaluation) | self._events.stamp()
     if not fields["eval_losses"]:
       del fields["eval_losses"]
@@ -259,7 +259,7 @@ class Metrics:
     """Writes pending records. Call before a checkpoint: a run that resumes from it does not write them again.
 
     wait: False before the last save of a process: a writer may not delay it, and `close` waits for all of them."""
-    self.settle()
+    self.flush_pending()
     self._lines.flush()
     for writer in self._writers:
       writer.flush(wait=wait)
@@ -269,7 +269,7 @@ class Metrics:
 
     exit_code: of the process, for services; None: another process goes on, or the code is not known.
     """
-    self.settle()
+    self.flush_pending()
     if self._thread is not None:
       self._thread.shutdown()
       self._thread = None
@@ -312,10 +312,10 @@ def number(value: Any) -> float | None:
 
 def read_records(run_directory: str) -> list[dict[str, Any]]:
   """Every record of metrics.jsonl in the order in which it was written, steps that were done again included."""
-  return list(sound(files.read_json_lines(run_directory, METRICS_FILE)))
+  return list(valid_records(files.read_json_lines(run_directory, METRICS_FILE)))
 
 
-def sound(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def valid_records(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
   """Yields the records with a step. What another program has changed is left out: records without one, wrong values."""
   for record in records:
     if not isinstance(record.get("step"), int) or not _is_plain(record["step"]):
@@ -344,7 +344,7 @@ def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np
   return np.asarray(steps) >= np.append(first_later[1:], np.inf)[: len(steps)]
 
 
-def _standing(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def current_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
   """The records that count: without those that were given up."""
   gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
   return list(itertools.compress(records, ~gone))
@@ -357,7 +357,7 @@ def read_metrics(run_directory: str) -> list[dict[str, Any]]:
   Evaluation) is in the dict of the step after which it was measured.
   """
   history: dict[int, dict[str, Any]] = {}
-  for record in _standing(read_records(run_directory)):
+  for record in current_records(read_records(run_directory)):
     step = record["step"]
     if "loss" in record:
       history[step] = record

@@ -15,7 +15,7 @@ from typing import Any
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
-from trainer.observe.metrics import METRICS_FILE, number, sound
+from trainer.observe.metrics import METRICS_FILE, number, valid_records
 from trainer.report import history, incidents
 
 # Metric without `trainer_`: what it is, whether it is a counter. A number that is not known yet has no sample.
@@ -63,7 +63,7 @@ class Follower:
     for event in history.clean_events(self._new_events()):
       self._add(event)
     found = dict(self._numbers)
-    records = list(sound(files.read_last_json_lines(self._directory, METRICS_FILE)))
+    records = list(valid_records(files.read_last_json_lines(self._directory, METRICS_FILE)))
     step: dict[str, Any] = next((record for record in reversed(records) if "loss" in record), {})
     found |= {"step": step.get("step"), "loss": step.get("loss"), "tokens": step.get("tokens")}
     found["learning_rate"] = step.get("lr")

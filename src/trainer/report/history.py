@@ -14,7 +14,7 @@ import numpy as np
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import read_events, without_refused
-from trainer.observe.metrics import METRICS_FILE, given_up, sound
+from trainer.observe.metrics import METRICS_FILE, given_up, valid_records
 
 Events = list[dict[str, Any]]
 
@@ -257,7 +257,7 @@ def _rows(run_directory: str, processes: dict[str, int], losses: list[dict[str, 
 
   Adds new processes to `processes`, and the losses of each evaluation by set to `losses`.
   """
-  for record in sound(files.read_json_lines(run_directory, METRICS_FILE)):
+  for record in valid_records(files.read_json_lines(run_directory, METRICS_FILE)):
     is_step = "loss" in record
     if not _is_record(record) or (
       is_step and not (_are_times(record, ("seconds",)) and _are_finite(record, ("slices",)))

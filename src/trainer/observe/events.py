@@ -77,7 +77,9 @@ from typing import Any
 from trainer.observe import files
 
 EVENTS_FILE = "events.jsonl"
-_OWED = frozenset({"slice_down", "slice_up", "recovery", "witness"})  # once per run, even if the primary dies meanwhile
+_REPLAYED_KINDS = frozenset(
+  {"slice_down", "slice_up", "recovery", "witness"}
+)  # once per run, even if the primary dies meanwhile
 _REMEMBERED = 64
 
 
@@ -115,7 +117,7 @@ class EventLog:
     return at once, and may be called from any thread."""
     self._listeners.append(listener)
 
-  def tell(self, record: dict[str, Any]) -> None:
+  def notify(self, record: dict[str, Any]) -> None:
     """Hands a record to the listeners, if this process writes the records."""
     for listener in self._listeners if self.directory is not None else ():
       listener(record)
@@ -135,10 +137,10 @@ class EventLog:
       record = {"kind": kind, "run": self.run_name, "time": time_utc} | stamp | fields
       if self.epoch is not None:
         record["epoch"] = self.epoch
-        if self.directory is None and kind in _OWED:
+        if self.directory is None and kind in _REPLAYED_KINDS:
           self._unwritten.append(record)
       self._lines.append(files.dump_json(record))
-      self.tell(record)
+      self.notify(record)
     return record
 
   def take_over(self, run_directory: str) -> None:
@@ -150,7 +152,7 @@ class EventLog:
       for record in self._unwritten:
         if _identity(record) not in known:
           self._lines.append(files.dump_json(record))
-          self.tell(record)
+          self.notify(record)
       self._unwritten.clear()
 
   def hand_over(self) -> None:

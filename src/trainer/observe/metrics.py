@@ -228,7 +228,7 @@ class Metrics:
     for writer in self._writers:
       writer.write(fields | proof, line)
     self._lines.append(line)
-    self._events.tell(fields)
+    self._events.notify(fields)
 
   def write_eval(self, evaluation: Evaluation) -> None:
     """Records one evaluation."""

@@ -34,7 +34,7 @@ def test_a_hung_process_dumps_its_stacks_and_exits_with_134(tmp_path):
     def other_thread():
       time.sleep(600)
     threading.Thread(target=other_thread, daemon=True).start()
-    dog.beat(step=7)
+    dog.step_done(step=7)
     stuck_in_a_collective()
   """
   with start(tmp_path, code, 0.5) as process:
@@ -53,7 +53,7 @@ def test_it_aborts_even_when_nobody_reads_stderr(tmp_path):
     import fcntl, os
     fcntl.fcntl(2, fcntl.F_SETPIPE_SZ, 4096)
     os.write(2, b"x" * 4096)
-    dog.beat(step=3)
+    dog.step_done(step=3)
     time.sleep(600)
   """
   with start(tmp_path, code, 0.5) as process:
@@ -63,7 +63,7 @@ def test_it_aborts_even_when_nobody_reads_stderr(tmp_path):
 
 def test_it_aborts_even_when_stdout_hangs(tmp_path):
   code = """
-    dog.beat(step=3)
+    dog.step_done(step=3)
     while True:
       out.line("x" * 1000)  # nobody reads, so the pipe fills while this thread holds the lock of the log
   """
@@ -76,7 +76,7 @@ def test_beats_and_long_operations_within_their_limits_are_no_hang(tmp_path):
   code = """
     for step in range(10):
       time.sleep(0.1)
-      dog.beat(step)
+      dog.step_done(step)
     with dog.during("save"):
       with dog.during("wait for the save before"):
         time.sleep(1.0)
@@ -90,7 +90,9 @@ def test_beats_and_long_operations_within_their_limits_are_no_hang(tmp_path):
   assert process.returncode == 0 and events.read_events(str(tmp_path)) == []
 
 
-@pytest.mark.parametrize("before", ["", "dog.beat(4)", "dog.beat(4); dog.rest()"], ids=["at the start", "step", "rest"])
+@pytest.mark.parametrize(
+  "before", ["", "dog.step_done(4)", "dog.step_done(4); dog.pause()"], ids=["at the start", "step", "rest"]
+)
 def test_a_long_operation_that_hangs_is_aborted_by_name(tmp_path, before):
   code = f"""
     {before}
@@ -111,11 +113,11 @@ def test_a_long_operation_that_hangs_is_aborted_by_name(tmp_path, before):
 @pytest.mark.parametrize("timeout, seconds", [(0, 0.3), (0.6, 0.6)], ids=["no timeout", "its own timeout"])
 def test_a_limit_holds_from_now_on_where_there_was_none(tmp_path, timeout, seconds):
   code = """
-    dog.beat(4)
+    dog.step_done(4)
     if not sys.argv[2].startswith("0."):
       with dog.during("save"):
         time.sleep(4)
-    dog.limit(0.3, "elastic_timeout_seconds")
+    dog.set_timeout(0.3, "elastic_timeout_seconds")
     time.sleep(60)
   """
   with start(tmp_path, code, timeout) as process:
@@ -130,8 +132,8 @@ def test_a_limit_is_not_shorter_than_the_steps_and_saves_of_a_healthy_process(tm
   code = """
     for step in range(3):
       time.sleep(0.4)
-      dog.beat(step)
-    dog.limit(0.1, "elastic_timeout_seconds")
+      dog.step_done(step)
+    dog.set_timeout(0.1, "elastic_timeout_seconds")
     time.sleep(2.5)
     with dog.during("save"):
       time.sleep(2.5)
@@ -144,7 +146,7 @@ def test_a_limit_is_not_shorter_than_the_steps_and_saves_of_a_healthy_process(tm
 
 def test_the_clock_of_the_step_restarts_after_a_long_operation(tmp_path):
   code = """
-    dog.beat(5)
+    dog.step_done(5)
     with dog.during("evaluation"):
       time.sleep(1.5)
     time.sleep(30)
@@ -161,7 +163,7 @@ def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
     print("ready", flush=True)
     for step in range(30):
       time.sleep(0.05)
-      dog.beat(step)
+      dog.step_done(step)
   """
   with start(tmp_path, code, 1.0) as process:
     assert process.stdout.readline() == "ready\n"
@@ -175,12 +177,12 @@ def test_a_process_that_was_stopped_and_continued_is_not_hung(tmp_path):
 def test_it_counts_from_a_beat_and_not_after_rest(tmp_path):
   code = """
     time.sleep(1.0)  # starting up
-    dog.beat(0)
-    dog.rest()
+    dog.step_done(0)
+    dog.pause()
     with dog.during("wait"):
       pass
     time.sleep(1.0)  # waiting for slices
-    dog.beat(1)
+    dog.step_done(1)
     time.sleep(30)
   """
   begin = time.monotonic()
@@ -191,7 +193,7 @@ def test_it_counts_from_a_beat_and_not_after_rest(tmp_path):
 
 
 def test_zero_turns_it_off(tmp_path):
-  with start(tmp_path, "dog.beat(0)\ntime.sleep(0.5)\ndog.stop()", 0) as process:
+  with start(tmp_path, "dog.step_done(0)\ntime.sleep(0.5)\ndog.stop()", 0) as process:
     process.communicate(timeout=30)
   assert process.returncode == 0
 
@@ -202,7 +204,7 @@ LATE = """
       time.sleep(0.01)
       with dog.during("save"):
         time.sleep(0.02)  # no part of a step
-      dog.beat(step)
+      dog.step_done(step)
     assert 0.4 == dog.late_after(), dog.late_after()
     with dog.during("evaluation"):
       assert dog.late_after() is None
@@ -214,7 +216,7 @@ LATE = """
 
 def test_a_late_step_is_reported_with_all_stacks_and_goes_on(tmp_path):
   """Without a timeout too."""
-  code = LATE.replace("SECONDS)", "2.5)") + "    dog.beat(30)\n    a_late_step()\n    dog.rest()\n"
+  code = LATE.replace("SECONDS)", "2.5)") + "    dog.step_done(30)\n    a_late_step()\n    dog.pause()\n"
   with start(tmp_path, code + "    assert dog.late_after() is None\n", 0.0) as process:
     out, err = process.communicate(timeout=60)
   assert process.returncode == 0, err

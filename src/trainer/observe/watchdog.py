@@ -18,7 +18,7 @@ from trainer.observe.log import Log
 
 EXIT_CODE = 134  # 128 + SIGABRT, what schedulers show for an aborted process
 LONG_OPERATION_FACTOR = 10  # a start, an evaluation or a save may take this many times the timeout of a step
-_LEAST_OPERATION_SECONDS = 1800.0  # a long operation may take this long after `Watchdog.limit`
+_LEAST_OPERATION_SECONDS = 1800.0  # a long operation may take this long after `Watchdog.set_timeout`
 _REPORT_SECONDS = 5.0
 
 # A step is late after max(LATE_SECONDS, LATE_FACTOR x the 99th percentile of the last _STEPS steps), once the attempt
@@ -50,7 +50,7 @@ class _Alarm:
 class Watchdog:
   """A thread that reports late steps, and ends the process when no step completes within the timeout. One per process.
 
-  A step: `timeout` seconds from a `beat` to the next `beat` or `rest`. A long operation: LONG_OPERATION_FACTOR times
+  A step: `timeout` seconds from one `step_done` to the next one or to `pause`. A long operation: LONG_OPERATION_FACTOR times
   `timeout` inside `during`; the clock of the step stands still there.
 
   Time in which the whole process did not run (SIGSTOP, a suspended machine) does not count. For this reason the
@@ -92,7 +92,7 @@ class Watchdog:
     """Starts the thread."""
     self._thread.start()
 
-  def beat(self, step: int | None = None) -> None:
+  def step_done(self, step: int | None = None) -> None:
     """Restarts the clock of the step. step: the last completed step, for the report of a hang."""
     now = self._monotonic()
     with self._lock:
@@ -100,13 +100,13 @@ class Watchdog:
         self._step_seconds.append(now - self._beat_at)
       self._silent, self._step, self._beat_at = 0.0, step, now
 
-  def rest(self) -> None:
+  def pause(self) -> None:
     """Stops the clock of the step until the next beat: the loop has ended. Waiting for slices has its own timeout."""
     with self._lock:
       self._silent = self._beat_at = None
       self._step_seconds.clear()  # on other slices, a step takes another time
 
-  def limit(self, timeout: float, key: str) -> None:
+  def set_timeout(self, timeout: float, key: str) -> None:
     """Sets the timeout if it was 0, from now on. key: of the configuration, for the report.
 
     A step may still take LONG_OPERATION_FACTOR times the longest step of the attempt, and a long operation half an

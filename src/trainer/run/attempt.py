@@ -50,7 +50,7 @@ class Attempt:
     self.config, self.session, self.elastic, self.view, self.survivors = config, session, elastic, view, survivors
 
     def close(call: Callable[[], object]) -> None:
-      session.watchdog.rest()  # no step is expected any more
+      session.watchdog.pause()  # no step is expected any more
       with session.watchdog.during("end of the attempt"):
         call()
 

@@ -87,7 +87,7 @@ class Session:
       self.plugins.ready()
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
-    self.watchdog.beat(step)
+    self.watchdog.step_done(step)
     self.signals.running()
     if not gc.isenabled():
       # Off since the process began (see __main__). The objects of imports and tracing stay, so collections in the loop
@@ -308,7 +308,7 @@ def _watchdog(
   watchdog = Watchdog(config.observe.watchdog_timeout_seconds, log, events, recovers=recovers)
   stack.callback(watchdog.stop)
   signals.record_exit(functools.partial(_record_exit, events))
-  limit = functools.partial(watchdog.limit, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
+  limit = functools.partial(watchdog.set_timeout, config.elastic.elastic_timeout_seconds, "elastic_timeout_seconds")
   cluster.coordination.watch(
     busy=lambda: watchdog.operation or log.operation, noticed=lambda: signals.noticed, unsupervised=limit
   )

@@ -99,7 +99,7 @@ class StepRecords:
     )
     self._session.progress.step(record)
     self._session.metrics.write(record)
-    self._session.watchdog.beat(step)
+    self._session.watchdog.step_done(step)
     self._elastic.completed(step, seconds, alive)
     self._session.snapshots.confirm(step)
     if skipped:

@@ -133,10 +133,11 @@ class ToyRun:
     return Outcome("complete", step)
 
   def snapshot(self, elastic, view, step, w):
-    elastic.reached("snapshot", step)
+    elastic.snapshot_policy.taken(step)
+    elastic.inject_faults("snapshot", step)
     self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.session.cluster.died(view)}
     if self.save_period and step % self.save_period == 0:
-      elastic.reached("save", step)
+      elastic.inject_faults("save", step)
       self.saved = (step, w)
 
 

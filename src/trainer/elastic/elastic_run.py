@@ -60,7 +60,7 @@ class StepClock:
   clock: Callable[[], float]
   last_step: int = 0  # completed in this process or before it
   current_step: int = 0  # under way; 0 before an attempt's first
-  last_sign_of_life: float = 0.0  # when the attempt began or last completed work of all slices; no fault came earlier
+  last_progress_at: float = 0.0  # when the attempt began or last completed work of all slices; no fault came earlier
   step_seconds: float = 0.0  # of the last completed step, without evaluations and saves; 0: no step was timed
   _first: bool = field(default=True)  # whether the attempt has completed no step yet
 
@@ -76,11 +76,11 @@ class StepClock:
 
   def begin_attempt(self) -> None:
     self.current_step = 0
-    self.last_sign_of_life, self._first = self.clock(), True
+    self.last_progress_at, self._first = self.clock(), True
 
   def complete(self, step: int, seconds: float) -> bool:
     """`step` is done and took `seconds`. Returns whether that counts: an attempt's first step also starts a program."""
-    self.last_step, self.last_sign_of_life = step, self.clock()
+    self.last_step, self.last_progress_at = step, self.clock()
     timed, self._first = not self._first, False
     if timed:
       self.step_seconds = seconds
@@ -114,7 +114,7 @@ class ElasticRun:
   def __post_init__(self) -> None:
     self.steps = StepClock(self.job.steps, self.clock)
 
-  def try_again(self) -> None:
+  def announce_next_attempt(self) -> None:
     """Another attempt follows a failed one; `announce` prints its number."""
     self._announcement = f"Elastic attempt {self.retries.attempt} out of {self.cfg.elastic_max_retries}"
 
@@ -127,7 +127,7 @@ class ElasticRun:
   def begin_step(self, step: int) -> None:
     """`step` is under way: faults that are due happen now."""
     self.steps.begin(step)
-    self.reached("step", step)
+    self.inject_faults("step", step)
 
   def join(self, down_events: int) -> None:
     """This process joins a run that has had so many losses of slices."""
@@ -139,10 +139,8 @@ class ElasticRun:
     cluster, log = self.session.cluster, self.session.log
     return hang.HangGuard(cluster, view, seconds, self.cfg.elastic_timeout_seconds, log, late_after)
 
-  def reached(self, moment: Moment, step: int) -> None:
+  def inject_faults(self, moment: Moment, step: int) -> None:
     """`moment` of `step` has come: faults that are due happen now."""
-    if moment == "snapshot":
-      self.snapshot_policy.taken(step)
     if moment == "step" and self.faults.waits(step):
       if not self.session.programs.wait(0.0):
         self.session.log.line(f"A rehearsed fault waits before step {step} until the other steps are prepared.")
@@ -159,7 +157,7 @@ class ElasticRun:
     if self.steps.resume(step):
       self.retries.start_at(step)
     self.recovery.restored(step, tier, seconds)
-    self.reached("recovery" if self.recovery.under_way else "restore", step + 1)
+    self.inject_faults("recovery" if self.recovery.under_way else "restore", step + 1)
 
   @property
   def fewest_slices(self) -> int:
@@ -183,7 +181,7 @@ class ElasticRun:
     """An evaluation on all slices is under way in the block."""
     with self.recovery.paused():
       yield
-    self.steps.last_sign_of_life = self.clock()
+    self.steps.last_progress_at = self.clock()
 
   def completed(self, step: int, seconds: float, alive: int) -> None:
     """`step` is done on `alive` slices in `seconds`, and its results are recorded."""

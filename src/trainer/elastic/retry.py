@@ -149,7 +149,7 @@ class _Loop:
       error.add_note(f"not retried: {event.reason} ({event.kind}, attempt {elastic.retries.attempt})")
       return False
     traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
-    elastic.try_again()
+    elastic.announce_next_attempt()
     if pause:
       self._session.log.line(f"No progress since the last event; pausing {pause:g} s.")
       self._pause(pause)
@@ -159,7 +159,7 @@ class _Loop:
     """Records that slices of `view` were lost."""
     elastic = self._elastic
     # The fault came after the last sign of life. The exact time is known only for an injected fault.
-    began = max(elastic.steps.last_sign_of_life, elastic.faults.last_fired_at)
+    began = max(elastic.steps.last_progress_at, elastic.faults.last_fired_at)
     elastic.lose(event, frozenset(view.slices) - event.lost, began, before=view.num_alive, step=elastic.steps.last_step)
 
   def _grow(self, view: View, step: int) -> None:

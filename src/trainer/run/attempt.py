@@ -120,7 +120,8 @@ class Attempt:
     if waits or self.elastic.snapshot_policy.is_fixed:
       self._wait_for_snapshot()
     if self.session.snapshots.save(step, state, self.session.data.meta(self.config, step)):
-      self.elastic.reached("snapshot", step)
+      self.elastic.snapshot_policy.taken(step)
+      self.elastic.inject_faults("snapshot", step)
 
   def _wait_for_snapshot(self) -> None:
     """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""
@@ -140,7 +141,7 @@ class Attempt:
       # Do not save while updates are skipped: retention would delete good checkpoints.
       if not final and (actions.save != "due" or self.records.skipped):
         return
-      begun = functools.partial(self.elastic.reached, "save", step)
+      begun = functools.partial(self.elastic.inject_faults, "save", step)
       tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss, begun=begun)
       if final:
         self._commit_last(step, state, loss)
@@ -151,7 +152,7 @@ class Attempt:
     if start.tier in ("none", "persistent"):
       return
     with self.session.watchdog.during("save"):
-      begun = functools.partial(self.elastic.reached, "save", start.step)
+      begun = functools.partial(self.elastic.inject_faults, "save", start.step)
       self.save_in_storage(start.step, start.state, loss, begun)
       self._commit_last(start.step, start.state, loss)
 
@@ -202,7 +203,7 @@ class Attempt:
     """Returns the main set's mean loss on its first eval_steps batches, in nats per token. Records those of all sets.
     None, and no record: the process must end."""
     session, data, start = self.session, self.session.data, time.monotonic()
-    self.elastic.reached("eval", step)
+    self.elastic.inject_faults("eval", step)
     with session.watchdog.during("evaluation"), self.elastic.evaluating():
       try:
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))

@@ -240,12 +240,12 @@ def transformation(init=lambda params: (), update=lambda grads, state, params=No
 def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, message):
   weights = {"w": jax.ShapeDtypeStruct((2, 3), jnp.float32)}
   with pytest.raises(trainer.ConfigError, match=message):
-    optimizers.Own(**given).replace(optax.sgd(0.1), jnp.float32, lambda: weights, {"w": ("embed", "mlp")})
+    optimizers.UserOptimizer(**given).replace(optax.sgd(0.1), jnp.float32, lambda: weights, {"w": ("embed", "mlp")})
 
 
 def test_loads_of_experts_are_no_weights_for_an_optimizer_of_ones_own():
   weights = {"w": jnp.ones(2), "load": jnp.ones(2)}
-  own = optimizers.Own(optimizer=optax.add_decayed_weights(0.1))
+  own = optimizers.UserOptimizer(optimizer=optax.add_decayed_weights(0.1))
   optimizer, rate = own.replace(None, None, lambda: weights, {"w": ("embed",), "load": ("load",)})
   updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
   assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate(7)) == 1

@@ -138,7 +138,7 @@ def _with_remat_policy(
   if config.model.remat_policy is not RematPolicy.AUTO:
     return config, origins, ""
   instead = f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
-  if additions.own.optimizer is not None:
+  if additions.user_optimizer.optimizer is not None:
     raise ConfigError(
       "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
     )

@@ -79,11 +79,11 @@ class Run:
       raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")
     from trainer import app, defaults
     from trainer.process.signals import PREEMPTED, Signals
-    from trainer.program.optimizers import Own
+    from trainer.program.optimizers import UserOptimizer
     from trainer.run.session import Additions
 
     with _process_kept():
-      additions = Additions(self.source, tuple(callbacks), Own(self._schedule, self._optimizer))
+      additions = Additions(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
       ended = app.run(self.config, defaults.parts, Signals(), time.monotonic(), additions=additions)
     if ended.error is not None and ended.code not in (app.COMPLETE, PREEMPTED):
       raise ended.error

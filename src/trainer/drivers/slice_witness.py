@@ -94,7 +94,7 @@ class SliceWitness:
   def _compile(self, slice_id: int) -> tuple[Program, ShareSums, Checks]:
     config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
     devices = self._session.cluster.slices[slice_id]
-    own = program.build(config, (devices,), 1, self._full.own)
+    own = program.build(config, (devices,), 1, self._full.user_optimizer)
     sums = own.compile_share(adds=False)
     return own, sums, own.compile_checks(sums)
 

@@ -24,7 +24,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
-class Own:
+class UserOptimizer:
   """What a program gives in the place of the configuration's schedule and optimizer (docs/library.md).
 
   schedule: step (int32 scalar, from 0) -> the factor of the optimizer's updates. None: that of the configuration, or
@@ -60,7 +60,7 @@ class Own:
     return {meta.OPTIMIZER: {name: _kind(leaf) for name, leaf in state_tree.flatten(opt_state).items()}}
 
 
-NOTHING_OWN = Own()
+NO_OVERRIDES = UserOptimizer()
 
 
 def _checked_schedule(given: Callable[[Any], Any]) -> Schedule:

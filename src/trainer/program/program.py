@@ -39,7 +39,7 @@ from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
 from trainer.program.checks import Checks
-from trainer.program.optimizers import NOTHING_OWN, Own
+from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
 from trainer.program.step import MicroBatches, Sums
@@ -116,7 +116,7 @@ class Program:
   model: DecoderFunctions
   attention: AttentionKernel
   grouped_matmul: grouped_matmul.Chosen  # of experts
-  own: Own  # schedule and optimizer that the user of the library gives
+  user_optimizer: UserOptimizer  # schedule and optimizer that the user of the library gives
   optimizer: optax.GradientTransformation
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
@@ -238,12 +238,17 @@ def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -
   return rows_per_micro_batch(config, devices_per_slice) * num_slices * accumulation
 
 
-def of_view(config: Config, view: View, own: Own = NOTHING_OWN) -> Program:
+def of_view(config: Config, view: View, user_optimizer: UserOptimizer = NO_OVERRIDES) -> Program:
   """Returns the program for the slices of `view`. Raises ConfigError if sizes do not fit the devices."""
   return build(config, view.devices, view.num_slices_total, own)
 
 
-def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, own: Own = NOTHING_OWN) -> Program:
+def build(
+  config: Config,
+  slices: Sequence[Sequence[Device]],
+  num_slices_total: int,
+  user_optimizer: UserOptimizer = NO_OVERRIDES,
+) -> Program:
   """Returns the program for the living `slices` of `num_slices_total`. own: an optimizer that is not of `config`.
 
   Raises ConfigError if sizes do not fit the devices.
@@ -286,7 +291,7 @@ def build(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: 
     model=model,
     attention=kernel,
     grouped_matmul=grouped,
-    own=own,
+    user_optimizer=user_optimizer,
     optimizer=optimizer,
     plan=plan,
     state=state.abstract(model, optimizer, mesh),

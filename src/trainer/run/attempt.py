@@ -103,7 +103,7 @@ class Attempt:
     self.elastic.announce()
     for change in session.data.accept(config, meta):
       session.log.line(f"Changed since the checkpoint: {change}")
-    of_config = self.program.own == optimizers.NOTHING_OWN
+    of_config = self.program.user_optimizer == optimizers.NO_OVERRIDES
     if of_config and (rise := optimizers.rise(config.optimizer, config.run.steps, meta["config"], meta["step"])):
       session.log.line(f"warning: {rise}")
 

@@ -37,7 +37,7 @@ from trainer.observe.watchdog import Watchdog
 from trainer.parallel import memory
 from trainer.process.signals import Signals
 from trainer.program import program
-from trainer.program.optimizers import NOTHING_OWN, Own
+from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
 from trainer.program.program import Program
 from trainer.run import run_data
 from trainer.run.announce import announce, next_commands
@@ -146,7 +146,7 @@ class Additions:
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()
-  own: Own = NOTHING_OWN
+  user_optimizer: UserOptimizer = NO_OVERRIDES
   parts: Parts = NO_PARTS
 
 
@@ -171,9 +171,9 @@ def open_session(
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   parameters = _parameters(config, cluster, additions.parts)
   with contextlib.ExitStack() as stack:
-    notes = additions.own.lines()  # for the log, which is not open yet
+    notes = additions.user_optimizer.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
-    data.identify(additions.own.identity(full_program.state.opt_state))
+    data.identify(additions.user_optimizer.identity(full_program.state.opt_state))
     plugins = Plugins([plugin(config, data) for plugin in additions.parts.plugins])
     log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
@@ -218,7 +218,7 @@ def open_session(
 
 def _full_program(config: Config, cluster: Cluster, additions: Additions) -> Program:
   """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks."""
-  full_program = program.of_view(config, cluster.view(cluster.slices), additions.own)
+  full_program = program.of_view(config, cluster.view(cluster.slices), additions.user_optimizer)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   disk_space.require_locks(config)
   return full_program
@@ -340,7 +340,7 @@ def _program_cache(
   log: Log,
   stack: contextlib.ExitStack,
 ) -> ProgramCache[Program]:
-  build = functools.partial(program.of_view, config, own=full_program.own)
+  build = functools.partial(program.of_view, config, user_optimizer=full_program.user_optimizer)
   compile_step = functools.partial(_compile_step, config, cluster, bool(data.evaluations))
   programs = ProgramCache(build, compile_step, events, log, stack.enter_context(CompileCounter()))
   programs.topologies[cluster.view(cluster.slices).slices] = CachedProgram(full_program)

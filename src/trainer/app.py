@@ -21,7 +21,7 @@ if TYPE_CHECKING:
   from trainer.cluster import Cluster
   from trainer.config import Config
   from trainer.run.plugins import Parts
-  from trainer.run.session import Additions, Session
+  from trainer.run.session import LibraryOverrides, Session
 
 # Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
 # for a hung process with the watchdog.
@@ -41,13 +41,13 @@ def run(
   signals: Signals,
   started: float,
   origins: Mapping[str, str] = MappingProxyType({}),
-  additions: Additions | None = None,
+  overrides: LibraryOverrides | None = None,
 ) -> Ended:
-  """Runs a valid configuration. Prints errors, unless a program with `additions` gets them. Imports jax only here.
+  """Runs a valid configuration. Prints errors, unless a program with `overrides` gets them. Imports jax only here.
 
   parts: what is added to the core. started: time.monotonic() when the program began. origins: where each key was given.
   """
-  tell: Callable[[str], None] = (lambda text: None) if additions else (lambda text: print(text, file=sys.stderr))
+  tell: Callable[[str], None] = (lambda text: None) if overrides else (lambda text: print(text, file=sys.stderr))
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
@@ -70,7 +70,7 @@ def run(
     stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
-      added = dataclasses.replace(additions or session_lib.NO_ADDITIONS, parts=parts())
+      added = dataclasses.replace(overrides or session_lib.NO_LIBRARY_OVERRIDES, parts=parts())
       if added.source is None:
         run_data.check(config)
       config, cluster = _start_cluster(config)
@@ -84,9 +84,9 @@ def run(
       return _not_opened(error, is_reported, tell)
     if note:
       session.log.line(note)
-    result = _train(config, session, cluster, session.log.record if additions else session.log.error)
+    result = _train(config, session, cluster, session.log.record if overrides else session.log.error)
     signals.ending(result.code)
-    session.finish(config, result.code, is_command=additions is None)
+    session.finish(config, result.code, is_command=overrides is None)
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
       cluster.coordination.finished(result.code)
   return result
@@ -128,7 +128,7 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
 
 
 def _with_remat_policy(
-  config: Config, origins: Mapping[str, str], cluster: Cluster, additions: Additions
+  config: Config, origins: Mapping[str, str], cluster: Cluster, overrides: LibraryOverrides
 ) -> tuple[Config, Mapping[str, str], str]:
   """The configuration with a policy in the place of remat_policy=auto, the origins, and a line for the log."""
   from trainer.config import ConfigError
@@ -138,13 +138,13 @@ def _with_remat_policy(
   if config.model.remat_policy is not RematPolicy.AUTO:
     return config, origins, ""
   instead = f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
-  if additions.user_optimizer.optimizer is not None:
+  if overrides.user_optimizer.optimizer is not None:
     raise ConfigError(
       "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
     )
-  if additions.parts.choose_remat is None:
+  if overrides.parts.choose_remat is None:
     raise ConfigError(f"remat_policy=auto: this program has nothing that chooses.\n{instead}")
-  config, note = additions.parts.choose_remat(config, cluster, lines.tell)
+  config, note = overrides.parts.choose_remat(config, cluster, lines.tell)
   return config, {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}, note
 
 

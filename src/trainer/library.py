@@ -80,11 +80,11 @@ class Run:
     from trainer import app, defaults
     from trainer.process.signals import PREEMPTED, Signals
     from trainer.program.optimizers import UserOptimizer
-    from trainer.run.session import Additions
+    from trainer.run.session import LibraryOverrides
 
     with _process_kept():
-      additions = Additions(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
-      ended = app.run(self.config, defaults.parts, Signals(), time.monotonic(), additions=additions)
+      overrides = LibraryOverrides(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
+      ended = app.run(self.config, defaults.parts, Signals(), time.monotonic(), overrides=overrides)
     if ended.error is not None and ended.code not in (app.COMPLETE, PREEMPTED):
       raise ended.error
     return ended.code == app.COMPLETE

@@ -22,7 +22,7 @@ from trainer.observe import lock
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
 from trainer.process.signals import Signals
-from trainer.run.session import Additions, open_session
+from trainer.run.session import LibraryOverrides, open_session
 from trainer.world import SingleWorld
 
 KEYS = (
@@ -54,7 +54,7 @@ def opened(folder: Path, *keys: str, world=None, started: float | None = None):
   devices = jax.devices()
   cluster = SimulatedCluster({0: tuple(devices[:2]), 1: tuple(devices[2:4])}, world)
   begin = time.monotonic() if started is None else started
-  with open_session(config, cluster, Signals(), begin, additions=Additions(parts=defaults.parts())) as session:
+  with open_session(config, cluster, Signals(), begin, overrides=LibraryOverrides(parts=defaults.parts())) as session:
     yield config, session
 
 

@@ -140,7 +140,7 @@ class Session:
 
 
 @dataclasses.dataclass(frozen=True)
-class Additions:
+class LibraryOverrides:
   """What a program adds to a run: a source to train on, functions that get the record of each step, a
   schedule and an optimizer in the place of the configuration's, and parts."""
 
@@ -150,7 +150,7 @@ class Additions:
   parts: Parts = NO_PARTS
 
 
-NO_ADDITIONS = Additions()
+NO_LIBRARY_OVERRIDES = LibraryOverrides()
 
 
 @contextlib.contextmanager
@@ -160,28 +160,28 @@ def open_session(
   signals: Signals,
   started: float,
   origins: Mapping[str, str] | None = None,
-  additions: Additions = NO_ADDITIONS,
+  overrides: LibraryOverrides = NO_LIBRARY_OVERRIDES,
 ) -> Iterator[Session]:
   """Checks that the program fits the devices, opens the data and the run's folder, and closes all at the end. origins:
   where each key was given, for the report. Raises ConfigError for wrong input, before the run's folder is created."""
-  full_program = _full_program(config, cluster, additions)
+  full_program = _full_program(config, cluster, overrides)
   abstract = full_program.state
   named = state_tree.flatten(abstract.params), state_tree.flatten(abstract.opt_state)
   flips.check(faults.parse(config.elastic.fault_injection), *named)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  parameters = _parameters(config, cluster, additions.parts)
+  parameters = _parameters(config, cluster, overrides.parts)
   with contextlib.ExitStack() as stack:
-    notes = additions.user_optimizer.lines()  # for the log, which is not open yet
-    data = stack.enter_context(run_data.open_data(config, batch, notes.append, additions.source))
-    data.identify(additions.user_optimizer.identity(full_program.state.opt_state))
-    plugins = Plugins([plugin(config, data) for plugin in additions.parts.plugins])
+    notes = overrides.user_optimizer.lines()  # for the log, which is not open yet
+    data = stack.enter_context(run_data.open_data(config, batch, notes.append, overrides.source))
+    data.identify(overrides.user_optimizer.identity(full_program.state.opt_state))
+    plugins = Plugins([plugin(config, data) for plugin in overrides.parts.plugins])
     log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, stack)
     identity = _identity(config, cluster)
     plugins.open(Opened(config, cluster, data, log, events, identity), stack)
     metrics = _metrics(config, cluster, events, plugins, stack)
-    metrics.callbacks += additions.callbacks
+    metrics.callbacks += overrides.callbacks
     progress = _progress(config, cluster, log)
     watchdog = _watchdog(config, cluster, signals, log, events, stack)
     snapshots = stack.enter_context(contextlib.closing(Snapshots(cluster.world, log.line, events.emit)))
@@ -216,9 +216,9 @@ def open_session(
     yield session
 
 
-def _full_program(config: Config, cluster: Cluster, additions: Additions) -> Program:
+def _full_program(config: Config, cluster: Cluster, overrides: LibraryOverrides) -> Program:
   """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks."""
-  full_program = program.of_view(config, cluster.view(cluster.slices), additions.user_optimizer)
+  full_program = program.of_view(config, cluster.view(cluster.slices), overrides.user_optimizer)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   disk_space.require_locks(config)
   return full_program

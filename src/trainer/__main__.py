@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
-    return app.run(config, defaults.parts, signals or Signals(), started, origins).code
+    return app.run(config, defaults.extensions, signals or Signals(), started, origins).code
   except ConfigError as error:
     print(f"error: {error}", file=sys.stderr)
     return BAD_INPUT

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
   from trainer.cluster import Cluster
   from trainer.config import Config
-  from trainer.run.plugins import Parts
+  from trainer.run.plugins import Extensions
   from trainer.run.session import LibraryOverrides, Session
 
 # Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
@@ -37,7 +37,7 @@ class Ended(NamedTuple):
 
 def run(
   config: Config,
-  parts: Callable[[], Parts],
+  extensions: Callable[[], Extensions],
   signals: Signals,
   started: float,
   origins: Mapping[str, str] = MappingProxyType({}),
@@ -45,7 +45,7 @@ def run(
 ) -> Ended:
   """Runs a valid configuration. Prints errors, unless a program with `overrides` gets them. Imports jax only here.
 
-  parts: what is added to the core. started: time.monotonic() when the program began. origins: where each key was given.
+  extensions: what is added to the core. started: time.monotonic() when the program began. origins: where each key was given.
   """
   tell: Callable[[str], None] = (lambda text: None) if overrides else (lambda text: print(text, file=sys.stderr))
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
@@ -70,7 +70,7 @@ def run(
     stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
-      added = dataclasses.replace(overrides or session_lib.NO_LIBRARY_OVERRIDES, parts=parts())
+      added = dataclasses.replace(overrides or session_lib.NO_LIBRARY_OVERRIDES, extensions=extensions())
       if added.source is None:
         run_data.check(config)
       config, cluster = _start_cluster(config)
@@ -142,9 +142,9 @@ def _with_remat_policy(
     raise ConfigError(
       "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
     )
-  if overrides.parts.choose_remat is None:
+  if overrides.extensions.choose_remat is None:
     raise ConfigError(f"remat_policy=auto: this program has nothing that chooses.\n{instead}")
-  config, note = overrides.parts.choose_remat(config, cluster, lines.tell)
+  config, note = overrides.extensions.choose_remat(config, cluster, lines.tell)
   return config, {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}, note
 
 

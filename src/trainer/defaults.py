@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
   from trainer.cluster import Cluster
   from trainer.config import Config
-  from trainer.run.plugins import Parts
+  from trainer.run.plugins import Extensions
 
 
-def parts() -> Parts:
+def extensions() -> Extensions:
   """Everything. Imports jax."""
   from trainer.report.plugin import Report
-  from trainer.run.plugins import Parts
+  from trainer.run.plugins import Extensions
   from trainer.services.plugin import Services
   from trainer.services.receipt import ReceiptWriter
   from trainer.weights import sources
@@ -26,7 +26,7 @@ def parts() -> Parts:
   from trainer.weights.tokenizers import KeepTokenizer
 
   plugins = (Services, ReceiptWriter, KeepTokenizer, Sample, Report)
-  return Parts(plugins, open_weights=sources.open_source, choose_remat=_choose_remat)
+  return Extensions(plugins, open_weights=sources.open_source, choose_remat=_choose_remat)
 
 
 def _choose_remat(config: Config, cluster: Cluster, tell: Callable[[str], None]) -> tuple[Config, str]:

@@ -84,7 +84,7 @@ class Run:
 
     with _process_kept():
       overrides = LibraryOverrides(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
-      ended = app.run(self.config, defaults.parts, Signals(), time.monotonic(), overrides=overrides)
+      ended = app.run(self.config, defaults.extensions, Signals(), time.monotonic(), overrides=overrides)
     if ended.error is not None and ended.code not in (app.COMPLETE, PREEMPTED):
       raise ended.error
     return ended.code == app.COMPLETE
@@ -186,6 +186,6 @@ def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float,
   import jax
 
   with jax.set_mesh(prog.mesh):
-    parts: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
-  loss, weight = (sum(float(value) for value in values) for values in zip(*parts))
+    extensions: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
+  loss, weight = (sum(float(value) for value in values) for values in zip(*extensions))
   return loss / weight if weight else math.nan, weight

@@ -10,7 +10,7 @@ from trainer import app
 from trainer import config as config_lib
 from trainer.observe.events import read_events
 from trainer.process.signals import Signals, StopRequested
-from trainer.run.plugins import Parts, Plugin
+from trainer.run.plugins import Extensions, Plugin
 
 
 class Stopped(Plugin):
@@ -22,7 +22,7 @@ class Stopped(Plugin):
 
 def test_a_complete_run_that_must_end_is_still_complete(tmp_path):
   config = config_lib.load([*KEYS, f"base_output_directory={tmp_path}", "cluster=simulated"])
-  ended = app.run(config, lambda: Parts(plugins=(Stopped,)), Signals(), time.monotonic())
+  ended = app.run(config, lambda: Extensions(plugins=(Stopped,)), Signals(), time.monotonic())
   assert ended.code == 0, ended.error
   assert "left out" in (tmp_path / "run" / "log.txt").read_text()
   assert read_events(str(tmp_path / "run"))[-1]["exit"] == 0

@@ -54,7 +54,9 @@ def opened(folder: Path, *keys: str, world=None, started: float | None = None):
   devices = jax.devices()
   cluster = SimulatedCluster({0: tuple(devices[:2]), 1: tuple(devices[2:4])}, world)
   begin = time.monotonic() if started is None else started
-  with open_session(config, cluster, Signals(), begin, overrides=LibraryOverrides(parts=defaults.parts())) as session:
+  with open_session(
+    config, cluster, Signals(), begin, overrides=LibraryOverrides(extensions=defaults.extensions())
+  ) as session:
     yield config, session
 
 

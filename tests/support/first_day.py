@@ -17,7 +17,7 @@ from tests.support.needs import WORKSHOP
 
 ROOT = pathlib.Path(__file__).parents[2]
 _NOT_COPIED = (".git", ".venv*", "runs", "build", "dist", "*.egg-info", ".*_cache")
-_NO_PARTS = "def parts():\n  from trainer.run.plugins import Parts\n\n  return Parts()\n"
+_NO_EXTENSIONS = "def extensions():\n  from trainer.run.plugins import Extensions\n\n  return Extensions()\n"
 
 
 def make(fork: pathlib.Path) -> dict[str, str]:
@@ -29,7 +29,7 @@ def make(fork: pathlib.Path) -> dict[str, str]:
 
   shutil.copytree(ROOT, fork, ignore=left_out, symlinks=True)
   trainer = fork / "src" / "trainer"
-  (trainer / "defaults.py").write_text(_NO_PARTS)
+  (trainer / "defaults.py").write_text(_NO_EXTENSIONS)
   _replace(trainer / "__init__.py", r"^[^\n]*\btrainer\.weights\b[^\n]*\n", "")
   _replace(trainer / "library.py", r"^  from trainer\.weights[^\n]*\n|^  def evaluate\(.*?(?=^  @)|^def _loss\(.*", "")
   _replace(trainer / "run" / "announce.py", r"^  commands = \[\[.*?^  return \[shlex[^\n]*", "  return []")

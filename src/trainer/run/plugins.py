@@ -92,7 +92,7 @@ class Plugin:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Extensions:
   """What the entry of a program adds to the core: plug-ins, and functions that need programs above it."""
 
   plugins: tuple[type[Plugin], ...] = ()
@@ -137,4 +137,4 @@ class Plugins:
         self._log.warning(f"{type(plugin).__name__}: {hook} has failed: {error!r}. Training goes on.")
 
 
-NO_PARTS = Parts()
+NO_EXTENSIONS = Extensions()

@@ -41,7 +41,7 @@ from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
 from trainer.program.program import Program
 from trainer.run import run_data
 from trainer.run.announce import announce, next_commands
-from trainer.run.plugins import NO_PARTS, Opened, Parts, Plugins, Weights
+from trainer.run.plugins import NO_EXTENSIONS, Extensions, Opened, Plugins, Weights
 from trainer.run.run_data import RunData
 from trainer.world import SINGLE_WORLD
 
@@ -142,12 +142,12 @@ class Session:
 @dataclasses.dataclass(frozen=True)
 class LibraryOverrides:
   """What a program adds to a run: a source to train on, functions that get the record of each step, a
-  schedule and an optimizer in the place of the configuration's, and parts."""
+  schedule and an optimizer in the place of the configuration's, and extensions."""
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()
   user_optimizer: UserOptimizer = NO_OVERRIDES
-  parts: Parts = NO_PARTS
+  extensions: Extensions = NO_EXTENSIONS
 
 
 NO_LIBRARY_OVERRIDES = LibraryOverrides()
@@ -169,12 +169,12 @@ def open_session(
   named = state_tree.flatten(abstract.params), state_tree.flatten(abstract.opt_state)
   flips.check(faults.parse(config.elastic.fault_injection), *named)
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-  parameters = _parameters(config, cluster, overrides.parts)
+  parameters = _parameters(config, cluster, overrides.extensions)
   with contextlib.ExitStack() as stack:
     notes = overrides.user_optimizer.lines()  # for the log, which is not open yet
     data = stack.enter_context(run_data.open_data(config, batch, notes.append, overrides.source))
     data.identify(overrides.user_optimizer.identity(full_program.state.opt_state))
-    plugins = Plugins([plugin(config, data) for plugin in overrides.parts.plugins])
+    plugins = Plugins([plugin(config, data) for plugin in overrides.extensions.plugins])
     log = _log(config, cluster, stack)
     holds_folder = stack.enter_context(_lock(config, cluster, log))
     events = _events(config, cluster, stack)
@@ -235,9 +235,9 @@ def _preemption(config: Config, cluster: Cluster, signals: Signals, log: Log, ev
   return Preemption(config.checkpoint, cluster.world, signals, log.line, events.emit, agreed, asked)
 
 
-def _parameters(config: Config, cluster: Cluster, parts: Parts) -> Callable[[], Weights] | None:
+def _parameters(config: Config, cluster: Cluster, extensions: Extensions) -> Callable[[], Weights] | None:
   """Opens the source of load_parameters_path at its first call. A new run opens it now, and checks it."""
-  place, open_weights = config.run.load_parameters_path, parts.open_weights
+  place, open_weights = config.run.load_parameters_path, extensions.open_weights
   if not place:
     return None
   if open_weights is None:

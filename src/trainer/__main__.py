@@ -69,7 +69,7 @@ def command() -> NoReturn:
   signals.ignore()
   writers = sys.modules.get("trainer.services.background_writer")
   # wandb would wait at the interpreter's end for a server that does not answer.
-  writing = writers is not None and writers.any_waits()
+  writing = writers is not None and writers.has_pending()
   if code == INTERRUPTED or writing or _runtime_is_busy():
     sys.stdout.flush()
     sys.stderr.flush()

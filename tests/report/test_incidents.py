@@ -215,9 +215,9 @@ def test_a_slow_member_is_named_until_it_is_lost_or_returns_or_all_start_again(t
   run.events.emit("member_slow", member=2, factor="damaged", since=1, shares=5, of=8)
   line = "Slice 3 computes a share in 1.41 times the median since step 120. It has 5 of 8 shares."
   assert [(incident.step, incident.what) for incident in found(tmp_path)] == [(120, line)]
-  assert incidents.troubled(history.load(str(tmp_path))) == [line]
+  assert incidents.incident_summary(history.load(str(tmp_path))) == [line]
   run.after(1.0, later, step=130, slice=[3], slices=[0, 1, 2, 3], error="killed")
-  assert incidents.troubled(history.load(str(tmp_path))) == []
+  assert incidents.incident_summary(history.load(str(tmp_path))) == []
 
 
 def test_an_alarm_of_the_witness_names_the_slice_and_the_arrays(tmp_path):

@@ -129,7 +129,7 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
   writer.close(42)
   writer.join()
   assert said.lines == ["no records in x from here on: no answer for 0.2 s (training goes on)"]
-  assert background_writer.any_waits()  # so that the command ends without waiting for the library
+  assert background_writer.has_pending()  # so that the command ends without waiting for the library
   release.set()
 
 
@@ -148,7 +148,7 @@ def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process
   out.close(None)
   out.join()
   assert said.lines == ["no metrics objects from here on: no answer for 0.2 s (metrics.jsonl has all records)"]
-  assert background_writer.any_waits()
+  assert background_writer.has_pending()
   release.set()
 
 

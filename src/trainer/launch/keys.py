@@ -36,7 +36,7 @@ def _are_equal(key: str, one: str, other: str) -> bool:
     return False
 
 
-def of_ray(least: int, most: int) -> dict[str, str]:
+def ray_keys(least: int, most: int) -> dict[str, str]:
   """The keys that trainer.launch.ray sets for a run of at least `least` and at most `most` slices."""
   return {
     "cluster": "multiprocess",

@@ -148,7 +148,7 @@ def _notice(run: RunHistory | None, now: float) -> tuple[str, bool]:
     text += f", {format_duration(float(np.median(run.steps['seconds'][-_RECENT_STEPS:])) * left)} left"
   failing = _failing_saves(run, now)
   silent = now - run.last_wall
-  troubled = [line.rstrip(".") for line in incidents.troubled(run)]
+  troubled = [line.rstrip(".") for line in incidents.incident_summary(run)]
   late = bool(failing) or silent > list_page.patience(run) or bool(troubled)
   text += f", {failing}" if failing else ""
   return "; ".join([f"{text}, last record {format_duration(silent)} ago", *troubled]), late

@@ -116,6 +116,6 @@ class BackgroundWriter:
       destination.close(exit_code)
 
 
-def any_waits() -> bool:
+def has_pending() -> bool:
   """Whether a writer of this process still waits for a destination that does not answer."""
   return any(thread.name.startswith(THREAD) for thread in threading.enumerate())

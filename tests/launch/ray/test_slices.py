@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer import cluster
-from trainer.launch.ray.slices import RayWorker, Seat, environment, seats
+from trainer.launch.ray.slices import RaySlot, RayWorker, environment, slots
 from worlds.place import Place
 
 PLACE = Place(("10.0.0.9:4000",), b"t" * 32, member=1, lane=1, lanes=2, slice_coordinator="10.0.0.3:5000")
@@ -16,23 +16,28 @@ def workers(*slice_names: str) -> list[RayWorker]:
 
 
 def test_each_worker_is_a_slice():
-  assert seats(workers("", "", ""), lanes=1) == {0: Seat(0, 0), 1: Seat(1, 0), 2: Seat(2, 0)}
+  assert slots(workers("", "", ""), lanes=1) == {0: RaySlot(0, 0), 1: RaySlot(1, 0), 2: RaySlot(2, 0)}
 
 
 @pytest.mark.parametrize("names", [("a", "a", "b", "b"), ("", "", "", "")])
 def test_workers_of_a_slice_are_its_lanes(names):
-  assert seats(workers(*names), lanes=2) == {0: Seat(0, 0), 1: Seat(0, 1), 2: Seat(1, 0), 3: Seat(1, 1)}
+  assert slots(workers(*names), lanes=2) == {0: RaySlot(0, 0), 1: RaySlot(0, 1), 2: RaySlot(1, 0), 3: RaySlot(1, 1)}
 
 
 def test_ranks_that_alternate_between_slices_are_grouped_by_slice():
   """Ray's ranks follow its nodes, not its slices, if a slice was replaced."""
-  assert seats(workers("a", "b", "a", "b"), lanes=2) == {0: Seat(0, 0), 2: Seat(0, 1), 1: Seat(1, 0), 3: Seat(1, 1)}
+  assert slots(workers("a", "b", "a", "b"), lanes=2) == {
+    0: RaySlot(0, 0),
+    2: RaySlot(0, 1),
+    1: RaySlot(1, 0),
+    3: RaySlot(1, 1),
+  }
 
 
 @pytest.mark.parametrize("names", [("a", "a", "b"), ("a", "b", "b", "b")])
 def test_parts_of_slices_are_refused(names):
   with pytest.raises(ValueError, match="a slice has 2 workers"):
-    seats(workers(*names), lanes=2)
+    slots(workers(*names), lanes=2)
 
 
 def test_a_slice_sees_only_itself(monkeypatch):

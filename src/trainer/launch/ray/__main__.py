@@ -14,7 +14,7 @@ import sys
 
 from trainer.config import Config, ConfigError, faults, load
 from trainer.config.option_types import whole
-from trainer.launch.keys import of_ray, refuse_other, require
+from trainer.launch.keys import ray_keys, refuse_other, require
 from trainer.observe import screen
 from worlds.supervisor import BAD_INPUT
 
@@ -37,7 +37,7 @@ def options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
   """(the options of this command, the arguments of `python -m trainer`). Raises ConfigError."""
   found, arguments = _parser().parse_known_args(argv)
   _check(found)
-  ours = of_ray(found.min_slices, found.max_slices)
+  ours = ray_keys(found.min_slices, found.max_slices)
   return found, [*arguments, *refuse_other(arguments, "trainer.launch.ray", ours)]
 
 

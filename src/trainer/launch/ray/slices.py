@@ -27,24 +27,26 @@ class RayWorker:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RaySlot:
   """The place of a worker among the members: a member is a slice, and a lane is one of its hosts."""
 
   member: int
   lane: int
 
 
-def seats(workers: Sequence[RayWorker], lanes: int) -> dict[int, Seat]:
-  """{rank: its seat}. lanes: workers of a slice. Raises ValueError if Ray has not started whole slices."""
+def slots(workers: Sequence[RayWorker], lanes: int) -> dict[int, RaySlot]:
+  """{rank: its slot}. lanes: workers of a slice. Raises ValueError if Ray has not started whole slices."""
   if lanes == 1:
-    return {worker.rank: Seat(worker.rank, 0) for worker in workers}
+    return {worker.rank: RaySlot(worker.rank, 0) for worker in workers}
   slices: dict[str, list[int]] = {}
   for worker in sorted(workers, key=lambda worker: worker.rank):
     slices.setdefault(worker.slice_name or f"ranks from {worker.rank - worker.rank % lanes}", []).append(worker.rank)
   broken = {name: ranks for name, ranks in slices.items() if len(ranks) != lanes}
   if broken:
     raise ValueError(f"a slice has {lanes} workers, and Ray has started the ranks {broken} on parts of slices")
-  return {rank: Seat(member, lane) for member, ranks in enumerate(slices.values()) for lane, rank in enumerate(ranks)}
+  return {
+    rank: RaySlot(member, lane) for member, ranks in enumerate(slices.values()) for lane, rank in enumerate(ranks)
+  }
 
 
 def environment(place: Place, hosts: Sequence[str], *, tpu: bool) -> Environment:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainer.launch.ray import slices
-from trainer.launch.ray.slices import Environment, RayWorker, Seat
+from trainer.launch.ray.slices import Environment, RaySlot, RayWorker
 from trainer.process import open_files
 from worlds import addresses
 from worlds.membership.coordinator import Coordinator
@@ -40,7 +40,7 @@ class RunSupervisor:
     self._lock = threading.RLock()
     self._server: Server | None = None
     self._token = b""
-    self._seats: dict[int, Seat] = {}
+    self._slots: dict[int, RaySlot] = {}
     self._workers: dict[int, RayWorker] = {}
     self._stopping = False  # the run must end, and not begin again
     self._leaving = False  # this group ends, and Ray starts another one
@@ -57,7 +57,7 @@ class RunSupervisor:
       self._tries = 1 if progress else self._tries + 1
       self._counted.clear()
       self.close()
-      self._seats = slices.seats(workers, self._lanes)
+      self._slots = slices.slots(workers, self._lanes)
       self._workers = {worker.rank: worker for worker in workers}
       self._token, self._leaving = secrets.token_bytes(32), False
       expected = len(workers) // self._lanes
@@ -79,7 +79,7 @@ class RunSupervisor:
     """Ray has started this worker in the place of one of the same rank, which is gone. Returns its environment."""
     with self._lock:
       assert self._server is not None and self._lanes == 1, "only a group of slices of one worker has replacements"
-      member = self._seats[worker.rank].member
+      member = self._slots[worker.rank].member
       self._lost(self._server, worker.rank, None, "was replaced by Ray")  # a crash, or a lost host
       self._counted.discard(member)
       self._workers[worker.rank] = worker
@@ -89,20 +89,20 @@ class RunSupervisor:
   def pause(self, rank: int) -> float:
     """Seconds that this worker must wait before it starts the program, because it has failed again and again."""
     with self._lock:
-      member = self._seats[rank].member
+      member = self._slots[rank].member
       host, at = self._starts.get(member, ("", 0.0))
       return max(0.0, at - time.monotonic()) if host == self._workers[rank].host else 0.0
 
   def _environment(self, rank: int) -> Environment:
     assert self._server is not None
-    seat = self._seats[rank]
-    ranks = {other.lane: r for r, other in self._seats.items() if other.member == seat.member}
+    slot = self._slots[rank]
+    ranks = {other.lane: r for r, other in self._slots.items() if other.member == slot.member}
     first = self._workers[ranks[0]]
     place = Place(
       (self._server.address,),
       self._token,
-      seat.member,
-      seat.lane,
+      slot.member,
+      slot.lane,
       self._lanes,
       host=self._workers[rank].host,
       slice_coordinator=addresses.join(first.host, first.port) if self._lanes > 1 else "",
@@ -118,20 +118,20 @@ class RunSupervisor:
     None: Ray must start the worker again.
     """
     with self._lock:
-      server, member = self._server, self._seats[rank].member
+      server, member = self._server, self._slots[rank].member
       assert server is not None
       run = server.coordinator
       self._lost(server, rank, code, f"ended with exit code {code}")
       if run.code is None and not run.stopping:
-        for other, seat in self._seats.items():
-          if seat.member == member and other != rank:
+        for other, slot in self._slots.items():
+          if slot.member == member and other != rank:
             self._kill(self._workers[other])  # a slice is lost as a whole
         return None
       return code if run.code is None else run.code
 
   def _lost(self, server: Server, rank: int, code: int | None, reason: str) -> None:
     """The worker's member has ended with `code`; None: unknown. A slice of several workers ends once."""
-    member, host = self._seats[rank].member, self._workers[rank].host
+    member, host = self._slots[rank].member, self._workers[rank].host
     if member in self._counted:
       server.lost(member, reason)
     elif (seconds := server.ended(member, code, host, reason)) is not None:
@@ -186,8 +186,8 @@ class RunSupervisor:
       self._server.close()
 
   def _kill_member(self, member: int, reason: str) -> None:
-    for rank, seat in self._seats.items():
-      if seat.member == member:
+    for rank, slot in self._slots.items():
+      if slot.member == member:
         self._kill(self._workers[rank])
 
   def _fault(self, action: str, member: int, seconds: float | None) -> None:

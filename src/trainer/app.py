@@ -43,9 +43,11 @@ def run(
   origins: Mapping[str, str] = MappingProxyType({}),
   overrides: LibraryOverrides | None = None,
 ) -> Ended:
-  """Runs a valid configuration. Prints errors, unless a program with `overrides` gets them. Imports jax only here.
+  """Runs a valid configuration. Prints errors; for the library, which gives `overrides`, returns them in Ended.error
+  instead. Imports jax only here.
 
-  extensions: what is added to the core. started: time.monotonic() when the program began. origins: where each key was given.
+  extensions: what is added to the core. started: time.monotonic() when the command began. origins: where each key was
+  given.
   """
   tell: Callable[[str], None] = (lambda text: None) if overrides else (lambda text: print(text, file=sys.stderr))
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth

@@ -186,6 +186,6 @@ def _loss(prog: Program, params: Params, feed: Feed, count: int) -> tuple[float,
   import jax
 
   with jax.set_mesh(prog.mesh):
-    extensions: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
-  loss, weight = (sum(float(value) for value in values) for values in zip(*extensions))
+    parts: Sequence[tuple[jax.Array, jax.Array]] = [prog.evaluate(params, feed(index)) for index in range(count)]
+  loss, weight = (sum(float(value) for value in values) for values in zip(*parts))
   return loss / weight if weight else math.nan, weight

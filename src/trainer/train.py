@@ -4,8 +4,8 @@ An attempt builds the program for its slices, restores the newest good state, an
 process must stop (SIGTERM), a slice has returned, or a slice is lost. A lost slice shows as an exception, which
 `elastic/retry.py` catches. Only the session (programs, snapshots, data, records) outlives an attempt.
 
-The loop is the same whether one controller drives all slices or each slice is a world of its own: `run/driver.py` is
-all that it knows of this, and `drivers/` has both. `run/attempt.py` has the parts that follow a step.
+The loop is the same whether one controller drives all slices or each slice is a world of its own: it calls only
+`run/driver.py`, which `drivers/` implements twice. `run/attempt.py` has the parts that follow a step.
 
 `step` counts completed optimizer steps everywhere: after `completed step: 100` the checkpoint of step 100 may follow,
 and a run that resumes from it completes step 101 next.

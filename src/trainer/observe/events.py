@@ -77,9 +77,8 @@ from typing import Any
 from trainer.observe import files
 
 EVENTS_FILE = "events.jsonl"
-_REPLAYED_KINDS = frozenset(
-  {"slice_down", "slice_up", "recovery", "witness"}
-)  # once per run, even if the primary dies meanwhile
+# Kinds that the next primary writes if the primary before it has died before it wrote them.
+_REPLAYED_KINDS = frozenset({"slice_down", "slice_up", "recovery", "witness"})
 _REMEMBERED = 64
 
 

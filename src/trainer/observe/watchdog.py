@@ -50,8 +50,8 @@ class _Alarm:
 class Watchdog:
   """A thread that reports late steps, and ends the process when no step completes within the timeout. One per process.
 
-  A step: `timeout` seconds from one `step_done` to the next one or to `pause`. A long operation: LONG_OPERATION_FACTOR times
-  `timeout` inside `during`; the clock of the step stands still there.
+  A step: `timeout` seconds from one `step_done` to the next one or to `pause`. A long operation:
+  LONG_OPERATION_FACTOR times `timeout` inside `during`; the clock of the step stands still there.
 
   Time in which the whole process did not run (SIGSTOP, a suspended machine) does not count. For this reason the
   watchdog cannot see code that hangs while it holds the GIL; only a supervisor outside the process can.
@@ -79,9 +79,9 @@ class Watchdog:
     self._monotonic, self._end = monotonic, end
     self._tick = min(1.0, self._timeout / 20 or 1.0)
     self._lock = threading.RLock()  # _count calls late_after with the lock held
-    self._silent: float | None = None  # seconds since the last beat; None: no step is under way
+    self._silent: float | None = None  # seconds since the last step; None: no step is under way
     self._step: int | None = None
-    self._beat_at: float | None = None  # None: the time until the next beat is not that of a step
+    self._done_at: float | None = None  # None: the time until the next step_done is no time of a step
     self._step_seconds: deque[float] = deque(maxlen=_STEPS)  # of the attempt
     self._notice_from = -math.inf  # time from which a late step may be reported
     self._operations: list[_Operation] = []
@@ -96,14 +96,15 @@ class Watchdog:
     """Restarts the clock of the step. step: the last completed step, for the report of a hang."""
     now = self._monotonic()
     with self._lock:
-      if self._beat_at is not None:
-        self._step_seconds.append(now - self._beat_at)
-      self._silent, self._step, self._beat_at = 0.0, step, now
+      if self._done_at is not None:
+        self._step_seconds.append(now - self._done_at)
+      self._silent, self._step, self._done_at = 0.0, step, now
 
   def pause(self) -> None:
-    """Stops the clock of the step until the next beat: the loop has ended. Waiting for slices has its own timeout."""
+    """Stops the clock of the step until the next `step_done`: the loop has ended. Waiting for slices has its own
+    timeout."""
     with self._lock:
-      self._silent = self._beat_at = None
+      self._silent = self._done_at = None
       self._step_seconds.clear()  # on other slices, a step takes another time
 
   def set_timeout(self, timeout: float, key: str) -> None:
@@ -144,8 +145,8 @@ class Watchdog:
     finally:
       with self._lock:
         self._operations.remove(operation)
-        if self._beat_at is not None and not self._operations:
-          self._beat_at += self._monotonic() - began  # no part of the step
+        if self._done_at is not None and not self._operations:
+          self._done_at += self._monotonic() - began  # no part of the step
         if self._silent is not None:
           self._silent = 0.0
 

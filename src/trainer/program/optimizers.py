@@ -25,7 +25,7 @@ Schedule = Callable[[jax.Array], jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class UserOptimizer:
-  """What a program gives in the place of the configuration's schedule and optimizer (docs/library.md).
+  """What the caller of the library gives in the place of the configuration's schedule and optimizer (docs/library.md).
 
   schedule: step (int32 scalar, from 0) -> the factor of the optimizer's updates. None: that of the configuration, or
   with an optimizer 1, because its updates include a learning rate.

@@ -240,7 +240,7 @@ def global_batch_size(config: Config, num_slices: int, devices_per_slice: int) -
 
 def of_view(config: Config, view: View, user_optimizer: UserOptimizer = NO_OVERRIDES) -> Program:
   """Returns the program for the slices of `view`. Raises ConfigError if sizes do not fit the devices."""
-  return build(config, view.devices, view.num_slices_total, own)
+  return build(config, view.devices, view.num_slices_total, user_optimizer)
 
 
 def build(
@@ -249,7 +249,7 @@ def build(
   num_slices_total: int,
   user_optimizer: UserOptimizer = NO_OVERRIDES,
 ) -> Program:
-  """Returns the program for the living `slices` of `num_slices_total`. own: an optimizer that is not of `config`.
+  """Returns the program for the living `slices` of `num_slices_total`.
 
   Raises ConfigError if sizes do not fit the devices.
   """
@@ -280,7 +280,7 @@ def build(
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
   grouped = grouped_matmul.choose(platform)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
-  optimizer, schedule = own.replace(
+  optimizer, schedule = user_optimizer.replace(
     optimizers.build(config.optimizer, model.logical_axes(), cfg.weight_dtype),
     optimizers.schedule(config.optimizer, config.run.steps),
     lambda: jax.eval_shape(model.init, jax.random.key(0)),

@@ -86,7 +86,7 @@ def failing(run: RunHistory) -> list[dict[str, Any]]:
 
 
 def incident_summary(run: RunHistory) -> list[str]:
-  """Lines on the members that fail again and again, or are slower than the others, now."""
+  """Lines on the members that fail repeatedly, or are slower than the others, now."""
   slow = [event for event in _newest(run, "member_slow").values() if event["factor"] > 1]
   return [*map(failing_line, failing(run)), *map(slow_line, slow)]
 

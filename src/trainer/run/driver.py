@@ -49,8 +49,8 @@ class Driver(Protocol):
     """Slices that compute."""
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
-    """What the attempt starts from: the result of restore(), or the state of slices that are ahead. Compiles the step,
-    and calls resume(start) before it reads the first batch. `Start.stops`: it only restores."""
+    """What the attempt starts from: the result of restore(), or a newer state received from another slice. Compiles
+    the step, and calls resume(start) before it reads the first batch. `Start.stops`: it only restores."""
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet. Raises only
@@ -67,7 +67,7 @@ class Driver(Protocol):
     """Whether the attempt should end after step n, so that the next one uses slices that have returned."""
 
   def leaves(self) -> bool:
-    """Whether this process ends and the run goes on without it: what follows the last step is the others' task."""
+    """Whether this process ends and the run goes on without it: the other members evaluate and save."""
 
   def must_save(self) -> bool:
     """The last save of this process is committed. Returns whether it must also save in storage: another process was to

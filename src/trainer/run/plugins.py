@@ -93,7 +93,7 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Extensions:
-  """What the entry of a program adds to the core: plug-ins, and functions that need programs above it."""
+  """What the command or the library adds to the core: plug-ins, and functions that need parts above the core."""
 
   plugins: tuple[type[Plugin], ...] = ()
   open_weights: Callable[[str, World], Weights] | None = None  # what load_parameters_path names; raises ConfigError

@@ -141,8 +141,8 @@ class Session:
 
 @dataclasses.dataclass(frozen=True)
 class LibraryOverrides:
-  """What a program adds to a run: a source to train on, functions that get the record of each step, a
-  schedule and an optimizer in the place of the configuration's, and extensions."""
+  """What the caller of the library gives in the place of keys: a source to train on, functions that get the record of
+  each step, a schedule and an optimizer. With the extensions of the command or the library."""
 
   source: Source | None = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()

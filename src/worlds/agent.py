@@ -37,7 +37,7 @@ class Agent:
     self._channel: Channel | None = None
     self._workers: Workers | None = None  # while a supervisor is served
     self._signal, self._repeats = 0, Repeats()  # the signal that ends the agent
-    self._at_once = 0  # a second one, which ends it without a save
+    self._kill_signal = 0  # a second one, which ends it without a save
     self._failed = False
 
   def run(self) -> int:
@@ -56,20 +56,20 @@ class Agent:
           self._join()
       if self._failed:
         return FAILED
-      if self._at_once:
-        return 128 + self._at_once
+      if self._kill_signal:
+        return 128 + self._kill_signal
       return INTERRUPTED if self._signal == signal.SIGINT else PREEMPTED
 
   def _join(self) -> None:
     """Connects to the supervisor, unless a signal comes before. After the longest wait, raises TimeoutError, or Refused
-    if the token was not accepted to the last."""
-    deadline, told = time.monotonic() + self._wait_seconds, False
+    if the supervisor rejected the token in the last attempt."""
+    deadline, has_logged_wait = time.monotonic() + self._wait_seconds, False
     while not self._signal:
       try:
         self._channel = wire.connect(self._supervisor, self._token)
       except (OSError, WireError) as error:
-        if not told:
-          told = True
+        if not has_logged_wait:
+          has_logged_wait = True
           _log(f"Waiting for the supervisor at {self._supervisor}: {error}.")
         if time.monotonic() >= deadline:
           kind = Refused if isinstance(error, Refused | WireError) else TimeoutError
@@ -100,7 +100,7 @@ class Agent:
           _log(f"Starting the members {', '.join(map(str, received['members']))}.")
           self._workers.start()
         elif self._workers is not None:
-          _obey(self._workers, received)
+          _follow_order(self._workers, received)
     except (WireError, ValueError) as error:
       _log(f"The supervisor is not understood: it {error}.")
     except OSError:
@@ -131,7 +131,7 @@ class Agent:
 
   def _signalled(self, number: int, frame: FrameType | None) -> None:
     if self._repeats(number) or (number == signal.SIGINT and self._signal not in (0, number)):
-      self._at_once = number
+      self._kill_signal = number
       if self._workers is not None:
         threading.Thread(target=self._workers.close, args=(signal.SIGKILL, 0.0), name="kill", daemon=True).start()
     self._signal = self._signal or number
@@ -139,7 +139,7 @@ class Agent:
       threading.Thread(target=self._channel.close, name="stop", daemon=True).start()
 
 
-def _obey(workers: Workers, received: Message) -> None:
+def _follow_order(workers: Workers, received: Message) -> None:
   """Carries out a message about one member."""
   member = received["member"]
   if member not in workers.members:

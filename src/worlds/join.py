@@ -25,8 +25,8 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its
 
 
 def join(place: Place) -> Peers:
-  """The members of the run, as this process sees them when the supervisor has let it join. Raises RunEnded if it
-  refuses, and with exit code 1 if there is none, which may be no fault of the configuration."""
+  """The members of the run, as this process sees them when the supervisor has let it join. Raises RunEnded if the
+  supervisor refuses this member, or (exit code 1, so a launcher may restart it) if no supervisor answers."""
   _continue_when_launcher_ends()
   start, patience = time.monotonic(), lines.Patience()
   while True:

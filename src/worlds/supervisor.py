@@ -209,7 +209,7 @@ class Supervisor:
     finally:
       with self._lock:
         self._remote.remove(host)
-      self._coordinator.failures.readmit(host.members)  # the next agent may be on another host
+      self._coordinator.failures.allow_again(host.members)  # the next agent may be on another host
 
   def _hosts(self) -> list[Workers | RemoteWorkers]:
     """Those who start and kill members."""

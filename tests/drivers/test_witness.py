@@ -70,7 +70,7 @@ def broken(flip: Flip, played: Played, right: np.ndarray) -> list[str]:
       "outcome": (alarm["outcome"], alarm["members"]) == (outcome, named),
       "step": alarm["round"] == f"step {flip.found[0]}",
       "array": list(alarm["arrays"].values()) == [1] and fault.array in next(iter(alarm["arrays"])),
-      "barred": set(played.barred) == ({fault.slice} if outcome == "removed" else set()),
+      "barred": set(played.excluded) == ({fault.slice} if outcome == "removed" else set()),
     }
   return [name for name, holds in rules.items() if not holds]
 

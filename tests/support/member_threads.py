@@ -92,7 +92,7 @@ class Runs:
       for run in played.members:
         run.join(120 + steps)
       played.code = coordinator.code
-      played.barred = dict(coordinator.failures.barred)
+      played.excluded = dict(coordinator.failures.excluded)
     if errors := [run.error for run in played.members if run.error is not None]:
       raise errors[0]
     return played
@@ -114,7 +114,7 @@ class Played:
     self.log: list[str] = []  # of the supervisor
     self.events: list[dict[str, Any]] = []  # of all members: those of the primary are among them
     self.code: int | None = None
-    self.barred: dict[int, str] = {}
+    self.excluded: dict[int, str] = {}
 
   def states(self) -> list[np.ndarray]:
     """The digests of the final states of the members that have done all steps."""

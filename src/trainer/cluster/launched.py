@@ -62,7 +62,7 @@ def place(environment: Mapping[str, str]) -> Place:
 
 def exchange_streams(streams: int, slices: int) -> int:
   """Connections between two of so many slices: `exchange_streams`, or the best number."""
-  from worlds.exchange.crew import best_streams  # here: a launcher needs no NumPy
+  from worlds.exchange.thread_pool import best_streams  # here: a launcher needs no NumPy
 
   return best_streams(slices) if streams == -1 else streams
 

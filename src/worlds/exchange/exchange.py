@@ -4,14 +4,17 @@ The caller is told by the supervisor which members form an epoch and where they 
 members call `reduce` with the same tag and dealing. After PeerLost the caller waits for the next epoch, connects, and
 calls `reduce` again with the same data, which `reduce` never modifies.
 
-Members that stay keep their connections, and yet no byte of an earlier epoch can be read in a later one. In `connect`,
-each side drops its frames that were not begun, sends the rest of the frame that was, and then the mark of the epoch. It
-discards everything before the mark of its peer: an older mark, too. A newer one is remembered, and ends this epoch. A
-side gives a connection up only if it is broken, and closes it: so the peer finds its end in place of a mark, and the
-member with the higher id makes another one. This includes a connection that only one side has, because the other one
-was interrupted in `connect`: `dial` closes what it has made, and the listener what was not claimed. All streams of a
-peer are kept, or all are replaced. A peer that is late with its mark is waited for: if its host is dead, the link says
-so.
+Members that stay keep their connections, and no byte of an earlier epoch can be read in a later one. In `connect` each
+side does three things:
+
+1. It drops queued frames, and finishes the frame that is partly sent.
+2. It sends the mark of the new epoch.
+3. It reads and drops everything up to the peer's mark of this epoch. A mark of a later epoch ends this epoch.
+
+A side closes only broken connections. The peer then reads the end of the connection instead of a mark, and the member
+with the higher id connects again. Interrupted in `connect`, `dial` closes its new connections, and the listener closes
+connections that nobody has claimed. All streams of a peer are kept, or all are replaced. `connect` waits for a peer
+that is late with its mark; the link reports a dead host.
 
 With several processes per slice, process p of a slice exchanges with process p of the other slices: each such group has
 its own members and addresses.
@@ -30,13 +33,13 @@ from typing import Any
 import numpy as np
 
 from worlds.exchange import state
-from worlds.exchange.crew import Crew
 from worlds.exchange.errors import PeerLost
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Poll, Stop, Stopped
 from worlds.exchange.listener import Call, Listener, dial
 from worlds.exchange.plan import Plan, Wire
 from worlds.exchange.reduction import Reduction
+from worlds.exchange.thread_pool import ExchangeThreads
 from worlds.handshake import TOKEN_BYTES
 
 
@@ -74,7 +77,7 @@ class Exchange:
     self._incomplete: tuple[Mapping[Call, str], Collection[tuple[int, int]]] | None = None  # see `_complete`
     self._dealt: dict[int, tuple[int, ...]] = {}  # of the last sum
     self._plans: dict[tuple[Any, ...], Plan] = {}  # of this dealing: every step needs the same ones
-    self._crew = Crew()
+    self._threads = ExchangeThreads()
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
 
@@ -195,7 +198,9 @@ class Exchange:
     plan = self._plan(dealt, out.size, wire, known, group)
     assert plan.accepts(self._member, own), f"shares {list(own)} of the pieces {plan.pieces[self._member]}"
     with self._in_epoch():
-      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, self._links, self._stop).run(self._crew)
+      Reduction(plan, plan.identify(self._epoch, tag), self._member, own, out, self._links, self._stop).run(
+        self._threads
+      )
 
   def _plan(
     self, dealt: Mapping[int, Sequence[int]], size: int, wire: Wire, known: Sequence[tuple[int, int]], group: int
@@ -241,7 +246,7 @@ class Exchange:
   def close(self) -> None:
     """Closes all connections and ends all threads."""
     self._stop.set()
-    self._crew.close()
+    self._threads.close()
     for member in list(self._links):
       self._drop(member)
     self._listener.close()

@@ -6,7 +6,7 @@ copy from the device, both directions of the network and the sums overlap. No me
 buckets after its oldest unfinished one, so a fast member does not fill the memory of a slow one: at most 2 * WINDOW
 pieces per share wait for the pieces before them.
 
-The caller's thread reads the shares of this member. Threads of the `Crew` receive, sum, convert and send; a sum of few
+The caller's thread reads the shares of this member. `ExchangeThreads` receive, sum, convert and send; a sum of few
 values needs no other thread than the caller's.
 """
 
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from worlds.exchange.crew import Crew, Memory
 from worlds.exchange.errors import MismatchedCall
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped, checksum
 from worlds.exchange.plan import Piece, Plan
 from worlds.exchange.plan import Wire as Wire
+from worlds.exchange.thread_pool import BufferPool, ExchangeThreads
 
 WINDOW = 8  # buckets
 ALONE = 1 << 20  # values: one thread is faster for a sum of at most so many
@@ -120,7 +120,7 @@ class Reduction:
     self._oldest = 0  # the position of the first bucket whose sum is missing
     parts = [plan.part(bucket, me) for bucket in plan.order]
     self._advance({position for position, (start, stop) in enumerate(parts) if start == stop})
-    self._active = 0  # threads of the crew that serve
+    self._active = 0  # threads that serve
     self._ended = 0  # those that have done so
     self._errors: list[Exception] = []
     self._missing: dict[Link, set[tuple[Kind, int, int]]] = {link: set() for link in self._links}
@@ -134,11 +134,11 @@ class Reduction:
     self._posted: dict[Link, deque[Link]] = {}  # for the thread that sends to a link: the links with frames, in turn
     self._senders: dict[Link, Poll] = {}  # what wakes this thread
     self._incoming: dict[Link, np.ndarray] = {}  # the values that a link is receiving
-    self._memory: Memory  # of the crew, for `_incoming`
+    self._memory: BufferPool  # for `_incoming`
 
-  def run(self, crew: Crew) -> None:
+  def run(self, threads: ExchangeThreads) -> None:
     """Fills `out` with the sum. Raises the first error of any thread, or Stopped, after all threads have ended."""
-    self._memory = crew.memory
+    self._memory = threads.memory
     # With more buckets, `_offer` waits for what other threads receive.
     if self._plan.size <= ALONE and len(self._plan.order) <= WINDOW:
       posted = deque[Link]()
@@ -147,7 +147,7 @@ class Reduction:
       with contextlib.closing(Poll(self._stop)) as poll:
         self._serve(poll, self._links, self._links)
       return
-    count = min(len(self._links), crew.pairs)
+    count = min(len(self._links), threads.pairs)
     with contextlib.ExitStack() as stack:
       tasks = []
       for index in range(count):
@@ -157,7 +157,7 @@ class Reduction:
         self._posted |= dict.fromkeys(links, posted)
         tasks += [(reads, links, ()), (writes, (), links)]
       try:
-        crew.start([functools.partial(self._task, *task) for task in tasks])
+        threads.start([functools.partial(self._task, *task) for task in tasks])
         self._guard(self._offer)
         self._wait(lambda: self._ended == len(tasks))
       except BaseException:  # a signal: no thread may use `own` or `out` after this call
@@ -180,7 +180,7 @@ class Reduction:
       self._end()
 
   def _task(self, poll: Poll, reads: Sequence[Link], writes: Sequence[Link]) -> None:
-    """The work of one thread of the crew; nothing if the call is over before it begins."""
+    """The work of one thread; nothing if the call is over before it begins."""
     with self._changed:
       begins = not self._stop.is_set
       self._active += begins
@@ -287,11 +287,11 @@ class Reduction:
     self._missing[link].remove(key)  # type: ignore[arg-type]
     if frame.kind == Kind.PIECE:
       start, stop = self._plan.part(frame.bucket, self._me)
-      values = self._memory.take(stop - start, self._plan.types[frame.share])
+      values = self._memory.acquire(stop - start, self._plan.types[frame.share])
     else:
       values = self._out[slice(*self._plan.part(frame.bucket, link.member))]
       if self._plan.dtype != np.float32:
-        values = self._memory.take(values.size, self._plan.dtype)
+        values = self._memory.acquire(values.size, self._plan.dtype)
     self._incoming[link] = values
     return _bytes(values)
 
@@ -302,7 +302,7 @@ class Reduction:
       self._arrive(frame.bucket, frame.share, values)
     elif self._plan.dtype != np.float32:
       self._out[slice(*self._plan.part(frame.bucket, link.member))] = values
-      self._memory.give(values)
+      self._memory.release(values)
 
   # ---- all threads ----
 
@@ -338,7 +338,7 @@ class Reduction:
           return
         values = part.waiting.pop(part.next)
       for piece in part.add(values):
-        self._memory.give(piece)
+        self._memory.release(piece)
     self._finish(bucket)
 
   def _finish(self, bucket: int) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import Counter
 
 from worlds.membership.effects import Effects, Kill, Note, Send, to_all
-from worlds.membership.epochs import Epochs, Member, Told
+from worlds.membership.epochs import Epochs, Member, SentState
 from worlds.membership.failures import BAD_INPUT, FAILED
 from worlds.membership.messages import OPENED, message, step_of
 from worlds.membership.witness import Witness
@@ -43,7 +43,7 @@ class Coordinator(Epochs):
     """A process of `member` has connected."""
     if self.code is not None:
       return [Send(member, message("end", code=self.code, reason=""))]
-    if reason := self.failures.barred.get(member):
+    if reason := self.failures.excluded.get(member):
       return [Send(member, message("end", code=FAILED, reason=f"The supervisor refuses this process. {reason}"))]
     found = self._members.setdefault(member, Member(lanes))
     if found.lanes != lanes:
@@ -60,9 +60,9 @@ class Coordinator(Epochs):
   def ready(self, member: int, lane: int, newest: int, holds: bool = False) -> Effects:
     """`member` can compute. It holds the state of the step `newest`, or can restore it (0: none)."""
     found = self._members.get(member)
-    if found is None or not found.whole(("ready",), lane):
+    if found is None or not found.add_report(("ready",), lane):
       return []
-    found.has(newest, holds=holds)
+    found.set_state(newest, holds=holds)
     if self.phase == "gathering":
       return self._gather()
     if self.phase == "holding":
@@ -75,7 +75,7 @@ class Coordinator(Epochs):
     found = self._members.get(member)
     if self.phase != "leading" or found is None or (member, epoch) != (self._leader, self.epoch):
       return []
-    if not found.whole(("restored", epoch), lane):
+    if not found.add_report(("restored", epoch), lane):
       return []
     ready = self._ready()
     self.live = {member, *(other for other in ready if ready[other].holds and ready[other].newest == step)}
@@ -88,7 +88,9 @@ class Coordinator(Epochs):
   def joined(self, member: int, lane: int, epoch: int) -> Effects:
     """`member` has received the state in this epoch."""
     found = self._members.get(member)
-    if found is not None and epoch == self.epoch and member in self.active and found.whole(("joined", epoch), lane):
+    if (
+      found is not None and epoch == self.epoch and member in self.active and found.add_report(("joined", epoch), lane)
+    ):
       self.live.add(member)
       return self._interrupt()
     return []
@@ -115,7 +117,7 @@ class Coordinator(Epochs):
       return []
     if self._done and round_name != self._round:
       raise ValueError(f"has done {round_name!r}, and the other members {self._round!r}")
-    if not found.whole(("done", epoch, round_name), lane):
+    if not found.add_report(("done", epoch, round_name), lane):
       return []
     self._round = round_name
     self._done[member] = checksum
@@ -175,7 +177,7 @@ class Coordinator(Epochs):
       fresh = to_all(self.active - self.live, message("end", code=42, reason=""))
       return [*to_all(self.live, message("interrupt", epoch=self.epoch, leave=False)), *fresh]
     effects = to_all(leaving, message("interrupt", epoch=self.epoch + 1, leave=True))
-    self._let_go(leaving)
+    self._release(leaving)
     return [*effects, *self._world()]
 
   def finished(self, member: int, code: int) -> Effects:
@@ -202,7 +204,7 @@ class Coordinator(Epochs):
     if member == self.primary:
       self.primary = min(self.live, default=min(self._members, default=-1))
     self._survivors.discard(member)
-    self._told.knowing.discard(member)
+    self._sent.informed_members.discard(member)
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()
     if self.phase == "leading":
@@ -261,7 +263,7 @@ class Coordinator(Epochs):
     if not late and not self._survivors <= ready:
       return []
     enough = least if late or self.stopping else self._expected
-    enough = max(least, enough - len(self.failures.away() - ready))
+    enough = max(least, enough - len(self.failures.unreliable() - ready))
     return self._lead() if len(ready) >= enough else []
 
   def _tell_of_wait(self) -> Effects:
@@ -299,11 +301,11 @@ class Coordinator(Epochs):
     self.phase, self._waits_since = "gathering", self.clock()
     self._survivors, self._expected = self.active, self._total
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
-    self._told = Told()
+    self._sent = SentState()
     self.witness = Witness(agreed=self.witness.agreed, numerics=self.witness.numerics)
     self._evaluation, self._interrupted = "", False
     for member in self._survivors:
-      self._members[member].has(-1, holds=False)
+      self._members[member].set_state(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
     asked = to_all(self._survivors, message("regather"))
     return [note, *asked, *(self._stop_start() if self.stopping else self._gather())]
@@ -351,7 +353,7 @@ class Coordinator(Epochs):
     if not leave and not joiners:
       return effects + self._deal_again()
     self._source = max(self.live - self._leaving or self.live)  # sends its state to the joiners: it has this round
-    self._let_go(leave)
+    self._release(leave)
     self.active |= set(joiners)
     return effects + self._world(keeps=False)
 
@@ -375,10 +377,11 @@ class Coordinator(Epochs):
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())
-    barred = "".join(f" Member {member} may not return: {why}" for member, why in sorted(self.failures.barred.items()))
+    reasons = sorted(self.failures.excluded.items())
+    excluded = "".join(f" Member {member} may not return: {why}" for member, why in reasons)
     return (
-      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there.{barred} "
-      "Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
+      f"waited {self._timeout:g} s for {self._minimum} members; only {max(ready, len(self.active))} are there."
+      f"{excluded} Raise elastic_timeout_seconds, or lower elastic_min_slice_count."
     )
 
 

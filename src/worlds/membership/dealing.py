@@ -70,8 +70,9 @@ def deal(
   there are enough. With equal speeds the numbers differ by at most one.
 
   group: shares [i * group, (i + 1) * group) travel together if one member has them. before: the last dealing. A member
-  keeps what it may of it, because it may have computed it, and first what it has most of a group of: so a member that
-  joins gets the group of the lost one. Without it, each member gets a group, and the rest is dealt. speeds: 1 for all
+  keeps as many of its shares as its quota allows, because it may have computed them, and prefers groups that it holds
+  most completely: so a member that joins gets the group of the lost member. None: each member gets a group, and the
+  rest is dealt. speeds: 1 for all
   members that are not in it. keeps: a member keeps all shares that it has, also if it is slow now."""
   ordered = sorted(members)
   before = before or {member: range(index * group, (index + 1) * group) for index, member in enumerate(ordered)}

@@ -35,12 +35,12 @@ class Member:
   def ready(self) -> bool:
     return self.newest >= 0
 
-  def has(self, newest: int, *, holds: bool) -> None:
-    """It can compute, from the state of the step `newest`; -1: not any more."""
+  def set_state(self, newest: int, *, holds: bool) -> None:
+    """The member can compute from the state of the step `newest`; -1: it cannot."""
     self.newest, self.holds = newest, holds
 
-  def whole(self, key: tuple[Any, ...], lane: int) -> bool:
-    """Whether all lanes have sent the report `key`, with this one of `lane`."""
+  def add_report(self, key: tuple[Any, ...], lane: int) -> bool:
+    """Notes that `lane` has sent the report `key`. Returns whether all lanes have."""
     if self.lanes == 1:
       return True
     sent = self.reports.setdefault(key, set())
@@ -52,15 +52,15 @@ class Member:
 
 
 @dataclass
-class Told:
+class SentState:
   """The last epoch that the members have been told."""
 
   epoch: int = 0
   members: dict[str, list[str]] = field(default_factory=dict)
   ranges: dict[str, list[list[int]]] = field(default_factory=dict)
-  knowing: set[int] = field(default_factory=set)  # members that got all of this
+  informed_members: set[int] = field(default_factory=set)  # members that got all of this
 
-  def since(self, base: Told) -> dict[str, Any]:
+  def since(self, base: SentState) -> dict[str, Any]:
     """The fields of a message with what has changed since `base`."""
     changed = lambda new, old: {key: value for key, value in new.items() if old.get(key) != value}
     return {
@@ -108,7 +108,7 @@ class Epochs:
     self._apart: dict[int, tuple[float, float]] = {}  # {member that was not reached: (when it may join, its pause)}
     self._dealing = Dealing(rules)
     self.witness = Witness()
-    self._told = Told()
+    self._sent = SentState()
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)
@@ -160,14 +160,14 @@ class Epochs:
     spares = self._waiting()[self._total - len(self.active) :]
     return any(1 / speed < factor for speed in self._dealing.speeds.of(spares).values())
 
-  def _let_go(self, leave: Collection[int]) -> None:
+  def _release(self, leave: Collection[int]) -> None:
     """These members end: they are not active any more, and do not join again."""
     self.active = self.active - set(leave)
     self.live -= set(leave)
     self._leaving -= set(leave)
     self.failures.leave(leave)
     for member in leave:
-      self._members[member].has(-1, holds=False)
+      self._members[member].set_state(-1, holds=False)
       self._dealing.speeds.forget(member)
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
@@ -182,7 +182,7 @@ class Epochs:
     self.epoch += 1
     self._done, self._broken_at, self._unreached, self._leader = {}, None, set(), -1
     self._survivors = set()
-    if self._told.members and self._told.members.keys() != set(map(str, self.active)):
+    if self._sent.members and self._sent.members.keys() != set(map(str, self.active)):
       self._changed_at = self.clock()
     self.pulse.begin_epoch()
     if self.primary not in self.live:
@@ -192,7 +192,7 @@ class Epochs:
     if len(self.active) < self._minimum and not self.stopping and not force:
       if self.phase != "holding":
         self.phase, self._waits_since = "holding", self.clock()
-        if lost and self.failures.holds() and (ends := self._try_again()):
+        if lost and self.failures.pauses() and (ends := self._try_again()):
           return ends
       return self._tell("hold", lost=lost)
     self.phase = "running"
@@ -213,17 +213,17 @@ class Epochs:
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""
-    before, told = self._told, Told(self.epoch, self._addresses(self.active))
+    before, told = self._sent, SentState(self.epoch, self._addresses(self.active))
     if kind == "world":
       told.ranges = {str(member): to_ranges(shares) for member, shares in self._dealing.dealt.items()}
-      told.knowing = set(self.active)
+      told.informed_members = set(self.active)
     else:
       told.ranges = {member: ranges for member, ranges in before.ranges.items() if member in told.members}
-      told.knowing = before.knowing & self.active
-    self._told = told
+      told.informed_members = before.informed_members & self.active
+    self._sent = told
     fields |= {"epoch": self.epoch, "primary": self.primary, "attempt": self.failures.attempt}
-    whole, change = (message(kind, **told.since(base), **fields) for base in (Told(), before))
-    return [Send(member, change if member in before.knowing else whole) for member in sorted(self.active)]
+    whole, change = (message(kind, **told.since(base), **fields) for base in (SentState(), before))
+    return [Send(member, change if member in before.informed_members else whole) for member in sorted(self.active)]
 
   def _tell_slow(self, told: Sequence[Message]) -> Effects:
     """Tells the active members the messages `slow`. The primary has them in its log, on the same screen as a rule."""
@@ -275,7 +275,7 @@ class Epochs:
       return effects + self.end(FAILED, line), False
     effects.append(Note(line))
     if found.kind == "removed":
-      self.failures.bar(found.members, line)
+      self.failures.exclude(found.members, line)
       effects += [Kill(member, f"it has computed wrong sums of {self._round!r}", 0.0) for member in found.members]
     return effects, found.kind == "transient"
 

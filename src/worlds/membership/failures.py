@@ -41,7 +41,7 @@ class Failures:
     self._furthest = 0, False  # (step, whether it is evaluated) of the newest round that was ever committed
     self._rounds: Counter[int] = Counter()  # new rounds, by the member that has computed them
     self._members: dict[int, _Member] = {}
-    self.barred: dict[int, str] = {}  # {member that does not return: the reason}
+    self.excluded: dict[int, str] = {}  # {member that does not return: the reason}
     self._steady: set[int] = set()  # members that compute and were not lost since the last recovery
 
   @property
@@ -76,7 +76,7 @@ class Failures:
     else:
       found.failures = 0
     longest = _LONGEST_WAIT_SECONDS if waits else _LONGEST_PAUSE_SECONDS
-    if member in self.barred:
+    if member in self.excluded:
       return 1, float("inf")
     return found.ends, min(_FIRST_PAUSE_SECONDS * 2.0 ** min(found.ends - 1, 30), longest)
 
@@ -85,14 +85,14 @@ class Failures:
     found = self._members.setdefault(member, _Member())
     found.failures, found.code, found.rounds = max(found.failures, 1), BAD_INPUT, self._rounds[member]
 
-  def bar(self, members: Collection[int], reason: str) -> None:
-    """These members have computed wrong sums. They do not return, until `readmit`."""
-    self.barred |= dict.fromkeys(members, reason)
+  def exclude(self, members: Collection[int], reason: str) -> None:
+    """These members have computed wrong sums. They do not return, until `allow_again`."""
+    self.excluded |= dict.fromkeys(members, reason)
 
-  def readmit(self, members: Collection[int]) -> None:
+  def allow_again(self, members: Collection[int]) -> None:
     """A person has replaced these members."""
     for member in members:
-      self.barred.pop(member, None)
+      self.excluded.pop(member, None)
 
   def failing(self) -> dict[int, int]:
     """{member that would fail again, because it has done nothing since it failed: its last exit code}. Wrong input is
@@ -101,9 +101,9 @@ class Failures:
     found = [(member, each) for member, each in self._members.items() if self._rounds[member] == each.rounds]
     return {m: each.code for m, each in found if each.failures >= (first if each.code == BAD_INPUT else _REPEATED)}
 
-  def away(self) -> set[int]:
+  def unreliable(self) -> set[int]:
     """Members that ended again and again: nobody should wait for them."""
-    return {member for member, found in self._members.items() if found.ends >= _REPEATED} | self.barred.keys()
+    return {member for member, found in self._members.items() if found.ends >= _REPEATED} | self.excluded.keys()
 
   # ---- the run
 
@@ -122,7 +122,7 @@ class Failures:
     self._steady.discard(member)
     return was_steady and not self._steady
 
-  def holds(self) -> bool:
+  def pauses(self) -> bool:
     """A loss leaves too few members. Whether that is a new failure of the run."""
     was_steady, self._steady = bool(self._steady), set()
     return was_steady

@@ -66,8 +66,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # state; `source` sends it to them. lost: {id: [reason, seconds since the loss]}: no two hosts have the same clock.
   # attempt: see RunRules.attempts.
   "world": {**_WORLD, "fresh": list, "source": int},
-  # Before the `world` of the same epoch, if a witness does not just do as drawn. asked: who computes the share of the
-  # witness; []: as drawn. since: sums of epochs before this one are computed again.
+  # Before the `world` of the same epoch, sent only when the draw of the witness is overridden. asked: who computes the
+  # share of the witness; []: as drawn. since: sums of epochs before this one are computed again.
   "check": {"epoch": int, "asked": list, "since": int},
   # The sums of a share have differed. outcome: "removed": `members` are wrong and taken out; "transient": all computed
   # again and agree; "undecided": the run ends. where: {member: its host and devices}. agreed: {member: the last
@@ -99,7 +99,7 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # SIGTERM came during an evaluation, which ends here without a result. leave: only for this member, which ends; the
   # others repeat the exchange without it. Otherwise the run ends with the state that all members have.
   "interrupt": {"epoch": int, "leave": bool},
-  # The run must end. Only work after the last round heeds it; a round ends with `commit` or `interrupt`.
+  # The run must end. Ignored until the current round has committed or was interrupted.
   "stop": {},
   # The run is over; exit with this code. reason: why it cannot go on, or "".
   "end": {"code": int, "reason": str},

@@ -25,8 +25,9 @@ class Slow(NamedTuple):
 
 
 class Speeds:
-  """The seconds for a share of the active members in the last steps, relative to the median of all in the same step. Of
-  an even number of members, the median is the faster one of the middle: so one of two, and two of four, may be slow."""
+  """The seconds for a share of the active members in the last steps, relative to the median of all in the same step.
+  With an even number of members, the median is the faster middle value, so that one of two members can count as
+  slow."""
 
   def __init__(self) -> None:
     self._factors: dict[int, deque[float]] = {}  # of the last steps, by member

@@ -49,10 +49,10 @@ def _number(count: int, *what: object) -> int:
 class Verdict(NamedTuple):
   """What the sums of a share say.
 
-  equal: commit. transient: the same, but `members` had other sums before all computed again; none: unknown which.
-  ask: `members` shall compute the share, too. again: all members shall compute all their shares again. removed: the
-  sums of `members` are wrong. undecided: no other member can be asked, and they differ again, or only one of those that
-  differed is left. arrays: {array: how many bits differ, at least}.
+  equal: commit. transient: the same, but `members` had other sums before all computed again; none: the sums differ, and
+  no majority tells who is wrong. ask: `members` shall compute the share, too. again: all members shall compute all
+  their shares again. removed: the sums of `members` are wrong. undecided: no other member can be asked, and they differ
+  again, or only one of those that differed is left. arrays: {array: how many bits differ, at least}.
   """
 
   kind: Literal["equal", "transient", "ask", "again", "removed", "undecided"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import PeerLost, crew, listener, reduction
+from worlds.exchange import PeerLost, listener, reduction, thread_pool
 
 SIZE = 200_000
 HANDSHAKE = listener.ANSWER_BYTES  # bytes that the caller sends before the first frame
@@ -234,7 +234,7 @@ def test_many_peers_need_few_threads(threads):
     results = those.reduce(shares | {7: Slow(shares[7])}, {member: [member] for member in range(count)})
     those.reduce(shares, {member: [member] for member in range(count)}, tag="step 2")
   assert all(same_bits(result, sum_in_order(shares)) for result in results)
-  each = 1 + 2 * crew.Crew().pairs * threads  # one listens
+  each = 1 + 2 * thread_pool.ExchangeThreads().pairs * threads  # one listens
   assert max(most) <= count * each <= count * 9
   assert not any(thread.name.startswith("exchange-") for thread in threading.enumerate())
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import strategies as st
 from tests.support.exchange_members import members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import MismatchedCall, crew, plan, reduction
+from worlds.exchange import MismatchedCall, plan, reduction, thread_pool
 from worlds.exchange.link import Link
 
 
@@ -20,7 +20,7 @@ def small_buckets(monkeypatch):
   """Sums of many buckets in several threads, and pieces in memory that is used again."""
   monkeypatch.setattr(plan, "PART", 16)
   monkeypatch.setattr(reduction, "ALONE", 16)
-  monkeypatch.setattr(crew, "_LEAST_BYTES", 1)
+  monkeypatch.setattr(thread_pool, "_LEAST_BYTES", 1)
 
 
 def partitions(shares, most):
@@ -205,12 +205,12 @@ def test_a_member_without_a_part_of_an_early_bucket_goes_on(monkeypatch):
 def test_the_pieces_of_later_sums_use_the_same_memory(monkeypatch):
   shares, made = random_shares(3, 16 * 3 * 20), []
 
-  class Block(crew._Block):
+  class Block(thread_pool._Block):
     def __init__(self, size):
       super().__init__(size)
       made.append(self)
 
-  monkeypatch.setattr(crew, "_Block", Block)
+  monkeypatch.setattr(thread_pool, "_Block", Block)
   with members(3) as those:
     for step in range(20):
       results = those.reduce(shares, {0: [0], 1: [1], 2: [2]}, tag=f"step {step}")
@@ -220,12 +220,12 @@ def test_the_pieces_of_later_sums_use_the_same_memory(monkeypatch):
 
 
 def test_only_memory_that_was_taken_is_taken_again():
-  memory, own = crew.Memory(), np.frombuffer(bytearray(1 << 20), np.float32)
-  taken = memory.take(1 << 18, own.dtype)
-  for array in (own, own[:8], np.ones(1 << 18, np.float32), memory.take(1 << 19, own.dtype), taken):
-    memory.give(array)
-  assert np.shares_memory(memory.take(100, own.dtype), taken)
-  assert not any(np.shares_memory(memory.take(100, own.dtype), array) for array in (own, taken))
+  memory, own = thread_pool.BufferPool(), np.frombuffer(bytearray(1 << 20), np.float32)
+  taken = memory.acquire(1 << 18, own.dtype)
+  for array in (own, own[:8], np.ones(1 << 18, np.float32), memory.acquire(1 << 19, own.dtype), taken):
+    memory.release(array)
+  assert np.shares_memory(memory.acquire(100, own.dtype), taken)
+  assert not any(np.shares_memory(memory.acquire(100, own.dtype), array) for array in (own, taken))
 
 
 @pytest.mark.parametrize("change", ["tag", "size", "wire", "dealing"])

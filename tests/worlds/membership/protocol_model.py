@@ -119,7 +119,7 @@ class Model:
   def carry_out(self, effects: Effects) -> None:
     for effect in effects:
       if isinstance(effect, Kill):  # members with different states must never do the same round
-        assert effect.member in self.coordinator.failures.barred, effect
+        assert effect.member in self.coordinator.failures.excluded, effect
       if isinstance(effect, Send) and effect.member in self.members:
         self.members[effect.member].inbox.append(effect.message)
       assert isinstance(effect, Send | Note | Kill)
@@ -348,8 +348,8 @@ class Model:
         self.leaves += 1
         self.members[member].say("leave")
       return
-    barred = self.coordinator.failures.barred
-    missing = [i for i in range(self.coordinator._total) if i not in self.members and i not in barred]
+    excluded = self.coordinator.failures.excluded
+    missing = [i for i in range(self.coordinator._total) if i not in self.members and i not in excluded]
     if missing and self.coordinator.phase != "over" and self.random.random() < 0.05:
       self.start(self.random.choice(missing))
     if not alive:

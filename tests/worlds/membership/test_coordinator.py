@@ -55,7 +55,7 @@ def test_a_witness_of_every_step_names_only_members_that_are_wrong():
     found = {alarm["outcome"] for alarm in model.alarms}
     named = {member for alarm in model.alarms for member in alarm["members"]}
     assert code == (1 if "undecided" in found else 0), (seed, code, model.alarms)
-    assert model.coordinator.failures.barred.keys() <= (wrong | {member for member, _ in once}), seed
+    assert model.coordinator.failures.excluded.keys() <= (wrong | {member for member, _ in once}), seed
     assert named <= wrong | {member for member, _ in once} or found & {"undecided", "transient"}, (seed, model.alarms)
     assert bool(wrong or once) or not model.alarms, (seed, model.alarms)
     if code == 0:
@@ -330,8 +330,8 @@ def test_a_hundred_losses_do_not_divide_the_shares_without_end(monkeypatch):
     run.active ^= {chance.choice(sorted(run.active) if lose else absent)}
     run.live = set(run.active)
     run._world()
-    counts.append(sum(map(len, run._told.ranges.values())))
-    dealt = sorted(share for ranges in run._told.ranges.values() for share in from_ranges(ranges))
+    counts.append(sum(map(len, run._sent.ranges.values())))
+    dealt = sorted(share for ranges in run._sent.ranges.values() for share in from_ranges(ranges))
     assert dealt == list(range(1000))
   assert 100 < max(counts) <= 200 and counts.count(len(run.active)) < 10
 

@@ -109,9 +109,9 @@ def test_a_member_with_wrong_sums_is_refused_when_it_returns_and_never_started()
   for member in range(3):
     run.witnessed(member, run.epoch, WRONG if member == 1 else RIGHT)
     run.done(member, 0, run.epoch, "step 1", 0)
-  assert run.failures.barred.keys() == {1} and run.phase == "running"
+  assert run.failures.excluded.keys() == {1} and run.phase == "running"
   run.lost(1, "wrong")
-  assert run.failures.ended(1, -9, "host", waits=False) == (1, float("inf")) and 1 in run.failures.away()
+  assert run.failures.ended(1, -9, "host", waits=False) == (1, float("inf")) and 1 in run.failures.unreliable()
   (answer,) = run.hello(1, 0, 1, "address-1")
   assert answer.message["kind"] == "end" and "Wrong sums from slice 1 (host 1)" in answer.message["reason"]
   assert "Member 1 may not return: Witness of step 1" in run._too_few()

@@ -23,16 +23,16 @@ def best_streams(members: int) -> int:
 
 
 class _Block(bytearray):
-  """Memory that a Memory has made. `give` ignores all other memory."""
+  """Memory that a BufferPool has made. `release` ignores all other memory."""
 
 
-class Memory:
+class BufferPool:
   """Arrays for what peers send. Fresh memory costs a page fault for every 4 KiB. For all threads."""
 
   def __init__(self) -> None:
     self._free: list[_Block] = []
 
-  def take(self, size: int, dtype: np.dtype) -> np.ndarray:
+  def acquire(self, size: int, dtype: np.dtype) -> np.ndarray:
     """Returns an array [size] with undefined content."""
     if not _LEAST_BYTES <= size * dtype.itemsize <= _BLOCK_BYTES:
       return np.empty(size, dtype)
@@ -42,14 +42,14 @@ class Memory:
       block = _Block(_BLOCK_BYTES)
     return np.frombuffer(block, dtype, size)
 
-  def give(self, array: np.ndarray) -> None:
-    """Makes the memory of `array` available to `take`, if `take` has returned this array. Do not use the array then."""
+  def release(self, array: np.ndarray) -> None:
+    """Makes the memory of an array of `acquire` available again; ignores other arrays. Do not use the array then."""
     block = array.base.obj if isinstance(array.base, memoryview) else None
     if isinstance(block, _Block) and len(self._free) < _MOST_BLOCKS:
       self._free.append(block)
 
 
-class Crew:
+class ExchangeThreads:
   """Threads that run functions, and memory for them. For one caller.
 
   pairs: how many threads should receive, and how many should send: one for each two CPUs, at most 4.
@@ -57,7 +57,7 @@ class Crew:
 
   def __init__(self) -> None:
     self.pairs = max(1, min(_MOST_PAIRS, (os.cpu_count() or 1) // 2))
-    self.memory = Memory()
+    self.memory = BufferPool()
     self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
     self._threads: list[threading.Thread] = []
 

@@ -30,7 +30,6 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from tests.support import chats
 
-from input_pipeline import order
 from input_pipeline.loader import Loader, make_loader
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.schema import Config, DataSection
@@ -69,7 +68,6 @@ class History(NamedTuple):
   """What happens to a run."""
 
   steps: int
-  order: int
   processes: list[Process]
 
 
@@ -106,7 +104,7 @@ def histories(draw: Any) -> History:
       data = data._replace(**{key: draw(VALUES[key]) for key in changed})
       slices = draw(st.integers(1, 4))
     processes.append(Process(first, slices, draw(st.integers(1, slices)), draw(st.integers(1, 3)), data))
-  return History(steps, draw(st.integers(order.FIRST, order.NEWEST)), processes)
+  return History(steps, processes)
 
 
 def write_sources(folder: Path) -> None:
@@ -146,18 +144,16 @@ def configured(folder: Path, data: Data, allowed: str = "") -> Config:
 
 
 @functools.cache
-def source_alone(folder: Path, name: str, packing: str, length: int, seed: int, number: int) -> Loader:
-  """The examples of a source in the order with this number: one in each step."""
+def source_alone(folder: Path, name: str, packing: str, length: int, seed: int) -> Loader:
+  """The examples of a source: one in each step."""
   cfg = configured(folder, Data({name: {}}, True, packing, length, seed)).data
-  loader = make_loader(cfg, vocab_size=VOCAB, global_batch_size=1, split="train", log=lambda line: None)
-  loader.use_order(number)
-  return loader
+  return make_loader(cfg, vocab_size=VOCAB, global_batch_size=1, split="train", log=lambda line: None)
 
 
 def check_history(folder: Path, history: History) -> None:
   """Raises AssertionError if the history loses, repeats or reorders an example, or ConfigMismatch if it is refused."""
   meta: dict[str, Any] | None = None
-  follower = Follower(folder, history.order)
+  follower = Follower(folder)
   before = history.processes[0]
   ends = [process.first for process in history.processes[1:]] + [history.steps]
   for process, end in zip(history.processes, ends, strict=True):
@@ -167,8 +163,6 @@ def check_history(folder: Path, history: History) -> None:
     with run_data.open_data(config, batch, lambda line: None) as data:
       if meta is not None:
         data.accept(config, meta)
-      elif history.order < order.NEWEST:  # a run of an older version
-        meta = {"cursor": {"order": history.order, "next_example": 0}, "identity": {}, "tokens": 0}
       data.resume(process.first, meta)
       follower.begin(before, process)
       rows = batch_plan.plan(process.slices, process.alive, 1, ROWS).rows.reshape(-1)
@@ -194,8 +188,8 @@ def _changes(before: Process, now: Process) -> list[str]:
 class Follower:
   """Compares the examples that a run reads with the examples of its sources."""
 
-  def __init__(self, folder: Path, number: int) -> None:
-    self._folder, self._order = folder, number
+  def __init__(self, folder: Path) -> None:
+    self._folder = folder
     self._counts: dict[tuple[Any, ...], int] = {}  # examples read of a source with a packing, a length and a seed
     self._seen: set[tuple[Any, ...]] = set()
     self._era: tuple[Any, ...] = ()
@@ -246,7 +240,6 @@ class Follower:
     counts = {name: self._counts[self._key(name)] for name in self._names}
     members = cursor["mixture"].get("members", {})
     assert {name: member["count"] for name, member in members.items()} == ({} if self._data.alone else counts)
-    assert cursor["order"] == self._order
     assert sorted(cursor["sources"].values()) == sorted(self._counts.values())
     assert cursor["bad_records"] == sum(BAD[NAMES.index(name)] for name in self._names)
 
@@ -254,7 +247,7 @@ class Follower:
     return name, self._data.packing, self._data.length, self._data.seed
 
   def _alone(self, name: str) -> Loader:
-    return source_alone(self._folder, *self._key(name), self._order)
+    return source_alone(self._folder, *self._key(name))
 
   def _limit(self, name: str) -> float:
     size = self._alone(name).num_examples
@@ -323,5 +316,4 @@ def _statistics(history: History) -> dict[str, int]:
     **{f"changes of {key}": sum(getattr(a.data, key) != getattr(b.data, key) for a, b in pairs) for key in VALUES},
     "limits of epochs": sum("epochs" in entry for entry in entries),
     "changes of weights at a step": sum(entry["weight"].count("@") for entry in entries),
-    "runs with the order of an older version": int(history.order == order.FIRST),
   }

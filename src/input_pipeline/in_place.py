@@ -102,9 +102,6 @@ class InPlaceSource(Source):
     self.order = Order(examples, split=split, seed=cfg.data_shuffle_seed, source=source)
     self._key = key
 
-  def use_order(self, number: int) -> None:
-    self.order.use(number)
-
   def example(self, index: int) -> Example:
     """The record at `index` in the order of the split. Raises OSError, naming record and file, if it has no tokens."""
     record = self.order.record(index)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
-from input_pipeline import datasets, in_place, order, prepared, tally, workers
+from input_pipeline import datasets, in_place, prepared, tally, workers
 from input_pipeline.batch import Batch, DataError, empty_example, stack
 from input_pipeline.documents import Documents
 from input_pipeline.errors import ConfigError
@@ -46,8 +46,6 @@ class Loader:
     self._seed = cfg.data_shuffle_seed
     self._reuse_first = split == "train" and cfg.reuse_example_batch > 0
     self._offset = 0  # of a step's first example, relative to step * global_batch_size
-    self.order = order.NEWEST
-    """Number of the order of the examples; see `order`."""
     self._id = short(source.fingerprint())
     self._read: dict[str, int] = {}  # examples of each source that were read before the resume
 
@@ -66,12 +64,6 @@ class Loader:
     """Whether the data have an evaluation split, so that make_loader(split="eval") works."""
     return self._source.has_eval
 
-  def use_order(self, number: int) -> None:
-    """Makes another order of the examples hold. Call it before a thread reads. Raises OSError, naming the file."""
-    if number != self.order:
-      self._source.use_order(number)
-      self.order, self._id = number, short(self._source.fingerprint())
-
   def resume(self, step: int, cursor: Mapping[str, Any] | None, *, same: bool) -> list[str]:
     """Makes step `step` begin with the next example. Call it before a thread reads. Returns lines for the log.
 
@@ -80,8 +72,7 @@ class Loader:
     """
     cursor = cursor or {}
     mixture = cursor.get("mixture", {})
-    # Older versions wrote only the counts of the members of a mixture.
-    self._read = cursor.get("sources") or {entry["id"]: entry["count"] for entry in mixture.get("members", {}).values()}
+    self._read = cursor.get("sources", {})
     next_example = step * self._global_batch_size
     lines: list[str] = []
     if same or (cursor and self._mixture):
@@ -94,11 +85,6 @@ class Loader:
       steps = Steps(self._global_batch_size, self._offset)
       lines = self._mixture.resume(next_example, mixture, self._read, steps, same=same)
     return lines
-
-  @property
-  def is_mixture(self) -> bool:
-    """Whether the examples come from a mixture of sources."""
-    return self._mixture is not None
 
   def last_step(self) -> int | None:
     """The last step that has a whole batch; None: there is no last one. A mixture with limits of epochs ends."""
@@ -146,7 +132,6 @@ class Loader:
       "next_example": next_example,
       "seed": self._seed,
       "epoch": epoch,
-      "order": self.order,
       "mixture": mixture,
       "sources": self._read | now,
       "bad_records": self._source.bad_records,
@@ -378,7 +363,7 @@ def _open_mixture(
       raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
     names[source.fingerprint()] = entry.name
     if source.order.source in orders:  # two views of the same documents, of which the first ones are equal
-      source.order.set_apart(source.fingerprint())
+      source.order.set_source(source.fingerprint())
     orders.add(source.order.source)
     members.append(Member(entry.name, source, entry.weights, limit))
   return MixtureSource(members, batch)

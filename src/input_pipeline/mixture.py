@@ -66,11 +66,8 @@ class MixtureSource(Source):
     tokenizers = [m.source.tokenizer for m in members if m.source.tokenizer]
     self.tokenizer = next((t for t in tokenizers if isinstance(t, ChatTokenizer)), next(iter(tokenizers), None))
     self.bad_records = sum(member.source.bad_records for member in members)
-    self._identify()
+    self._ids = [short(member.source.fingerprint()) for member in members]
     self._begin(0, [0] * len(members))
-
-  def _identify(self) -> None:
-    self._ids = [short(member.source.fingerprint()) for member in self._members]
 
   def _proportions(self, step: int) -> str:
     """The names of the members with their share from `step` on."""
@@ -110,11 +107,6 @@ class MixtureSource(Source):
   def _era(self, index: int) -> _Era:
     assert index >= self._since, (index, self._since)
     return self._eras[bisect_right(self._eras, index, key=lambda era: era.start) - 1]
-
-  def use_order(self, number: int) -> None:
-    for member in self._members:
-      member.source.use_order(number)
-    self._identify()
 
   def example(self, index: int) -> Example:
     """Example `index`. Raises OSError, naming the member, if it cannot be read or all members are at their limits."""
@@ -165,9 +157,7 @@ class MixtureSource(Source):
     if same and (len(self._changes) == 1 or cursor.get("steps") == list(steps)):
       before = {entry["id"]: entry["before"] for entry in members.values()}
       self._begin(cursor["since"], [before[key] for key in self._ids])
-      # Older versions began another era after a change of the batch size.
-      if self.examples_read(index) == {entry["id"]: entry["count"] for entry in members.values()}:
-        return []
+      return []
     counts = [read.get(key, 0) for key in self._ids]
     self._begin(index, counts)
     if not read:

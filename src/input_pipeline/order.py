@@ -1,9 +1,4 @@
-"""The order in which the records of a split become examples.
-
-Orders have numbers, because a run keeps the order that it started with: 1 is the shuffle of grain, whose neighbours are
-correlated; 2 is `permuted` with a key of the seed, so that sources of nearly the same size have nearly the same order;
-3 has a key of seed and source. A checkpoint without a number has order 1.
-"""
+"""The order in which the records of a split become examples: `permuted` with a key of the seed and the source."""
 
 from __future__ import annotations
 
@@ -11,17 +6,15 @@ import functools
 import hashlib
 import json
 import math
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.random import Philox  # here, because NumPy would import it at its first use, in the prefetch thread
 
 from input_pipeline.windows import Window
 
-FIRST, SAME_FOR_ALL_SOURCES, NEWEST = 1, 2, 3
 _BLOCK = 256  # places that are computed together: 1 us each, and 200 us for one alone
 _ROUNDS = 12
-_PROBED = 8
 
 
 class Records(Protocol):
@@ -40,50 +33,25 @@ class Order:
     self._records = records
     self._split = split
     self._seed = seed
-    self.source = source
     # One block for the thread that prepares batches, others for a look at the next examples.
     self._block = functools.lru_cache(maxsize=4)(self._compute_block)
-    self.use(NEWEST)
+    self.set_source(source)
 
-  def set_apart(self, source: str) -> None:
-    """Makes the newest order of these records independent of the order of other records with the same identity."""
+  def set_source(self, source: str) -> None:
+    """Makes the order that of another source: records that begin with equal examples need different orders."""
     self.source = source
-    self.use(NEWEST)
-
-  def use(self, number: int) -> None:
-    """Makes the order with this number hold."""
-    assert FIRST <= number <= NEWEST, number
-    self._grain: Any = None
     self._block.cache_clear()
     is_training = self._split == "train"
-    # A fixed key for evaluation keeps runs comparable, also runs of other versions. Our seeds are any integers.
-    key = hashlib.sha256(str(self._seed).encode()).digest() if is_training else bytes(8)
-    named = f"split={self._split} seed={key[:8].hex()}"
-    self.fingerprint = f"{named} order={SAME_FOR_ALL_SOURCES}"
+    # A fixed key for evaluation keeps runs with different seeds comparable.
+    key = hashlib.sha256(f"{self._seed} {source}".encode()).digest() if is_training else bytes(8)
+    self.fingerprint = f"split={self._split} key={key[:8].hex()}"
     """Identity of the order."""
-    if number == NEWEST and is_training:
-      key = hashlib.sha256(f"{self._seed} {self.source}".encode()).digest()
-      self.fingerprint = f"{named} order={NEWEST} key={key[:8].hex()}"
     self._key = int.from_bytes(key[:8])
-    if number != FIRST:
-      return
-    # Import here, not at first use in the prefetch thread: the main thread may be importing the same modules then.
-    import grain
-
-    seed = int.from_bytes(key[:4])  # grain needs 32 bits
-    self._grain = grain.MapDataset.source(self._records).shuffle(seed=seed).repeat()
-    # The first records detect a version of grain that shuffles differently.
-    probe = hashlib.sha256()
-    for index in range(min(_PROBED, len(self._records))):
-      probe.update(self._grain[index])
-    self.fingerprint = f"split={self._split} seed={seed} first={probe.hexdigest()}"
 
   def record(self, index: int) -> bytes | None:
     """The record of example `index`; None after the end of evaluation data."""
     if self._split == "eval" and index >= len(self._records):
       return None
-    if self._grain is not None:
-      return self._grain[index]
     epoch, place = divmod(index, len(self._records))
     return self._records[int(self._block(epoch, place // _BLOCK)[place % _BLOCK])]
 

@@ -61,9 +61,6 @@ class PreparedSource(Source):
       raise ConfigError(str(error)) from error
     self.order = Order(self._records, split=split, seed=seed, source=identity(len(self._records), first))
 
-  def use_order(self, number: int) -> None:
-    self.order.use(number)
-
   def example(self, index: int) -> Example:
     """The window at `index` in the order of the split. Raises OSError, naming the file, when it cannot be read."""
     record = self.order.record(index)
@@ -273,7 +270,7 @@ def _kind(cfg: DataOptions, documents: Documents, digest: str, call: workers.Cal
 
   name = f"kind-{digest[:32]}"
   found = cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)
-  return found.get("kind") or ("text" if found["text"] else "token ids")  # older versions wrote {"text": true or false}
+  return found["kind"]
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:

@@ -28,10 +28,6 @@ class Source(Protocol):
   tokenizer: Tokenizer | None = None
   """The tokenizer that made the tokens. None when they are not text."""
 
-  def use_order(self, number: int) -> None:
-    """Changes the order of the examples to the one with this number; see `order.py`. A new source has the newest."""
-    return
-
   def example(self, index: int) -> Example:
     """The example of global index `index` >= 0. Raises OSError, naming the file, when it cannot be read."""
     ...

@@ -119,7 +119,6 @@ class Run:
         with run_data.open_data(config, batch, print, self.source) as data:
           if not data.evaluations:
             raise ConfigError(f"{source.where}: the run has no evaluation data. Set eval_sets or eval_dataset_path.")
-          data.use_order(source.meta if source.meta.get("cursor") else None)
           params = source.load(prog.state.params)
           counts = data.eval_batches(config.observe.eval_steps)
           sets = zip(data.evaluations.items(), counts, strict=True)

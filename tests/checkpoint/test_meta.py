@@ -70,32 +70,16 @@ def test_a_key_that_one_side_does_not_know_is_no_difference():
   assert meta.check_config(older, Config().flat(), IDENTITY) == []
 
 
-def test_arrays_of_a_key_that_is_newer_than_the_checkpoint_are_refused():
-  """The restore would miss the arrays and reject all checkpoints as damaged."""
-  older = saved()
-  for key in ("num_experts", "routed_bias_update_rate"):
-    del older["config"][key]
-  now = Config().flat()
-  assert meta.check_config(older, now, IDENTITY) == []
-  for key, value, row in (("num_experts", 8, r"1 -> 8"), ("routed_bias_update_rate", 0.05, r"0\.0 -> 0\.05")):
-    with pytest.raises(ConfigMismatch, match=rf"{key} +{row} +changes the model"):
-      meta.check_config(older, now | {key: value}, IDENTITY)
-
-
-def test_text_that_an_older_version_has_tokenised_is_named_as_the_cause():
-  """It could take ordinary tokens for the special ones, and cut long texts."""
-  older = saved(tokenizer_type="bpe")
-  del older["config"]["bos_token"], older["config"]["eos_token"]
-  now = Config().flat() | {"tokenizer_type": "bpe"}
-  with pytest.raises(ConfigMismatch, match=r"an older version has tokenised the text otherwise\n.*=data$"):
-    meta.check_config(older, now, IDENTITY | {"data": "def"})
-  with pytest.raises(ConfigMismatch, match=r"eos_token +'' -> '</s>' +a cause"):
-    meta.check_config(saved(tokenizer_type="bpe"), now | {"eos_token": "</s>"}, IDENTITY | {"data": "def"})
-
-
 def test_changed_files_are_named_as_the_cause():
   """Unless a changed key explains the difference."""
   for changes, said in (({}, True), ({"dataset_path": "other"}, False), ({"tokenizer_type": "bpe"}, False)):
     with pytest.raises(ConfigMismatch) as caught:
       meta.check_config(saved(**changes), Config().flat(), IDENTITY | {"data": "def"})
     assert ("changes the data order: the keys are the same, so the files have changed" in str(caught.value)) == said
+
+
+@pytest.mark.parametrize("written", [None, meta.FORMAT + 1])
+def test_a_checkpoint_of_another_format_is_refused(written):
+  other = saved() | {"format": written}
+  with pytest.raises(ConfigMismatch, match=f"step 3 has the format {written}, and this version reads the format"):
+    meta.check_config(other, Config().flat(), IDENTITY)

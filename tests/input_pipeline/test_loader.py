@@ -108,7 +108,7 @@ def test_cursor_is_json_and_counts_examples():
   cursor = loader(data_shuffle_seed=3).cursor(7)
   assert [*cursor.pop("sources").values()] == [42]
   assert json.loads(json.dumps(cursor)) == {
-    "next_example": 42, "seed": 3, "epoch": 0, "order": 3, "mixture": {}, "bad_records": 0,
+    "next_example": 42, "seed": 3, "epoch": 0, "mixture": {}, "bad_records": 0,
   }  # fmt: skip
 
 

@@ -348,25 +348,6 @@ def test_a_resume_with_another_batch_size_continues_the_order(tmp_path, files, f
   assert loader.cursor(27)["mixture"]["members"] == cursor["mixture"]["members"]
 
 
-def test_a_cursor_of_a_version_that_counted_differently_loses_nothing(tmp_path, files):
-  sources = {"web": {"weight": "0.61", "path": files["web"]}, "code": {"weight": "0.39", "path": files["code"]}}
-  loader = load(tmp_path, sources, batch=1)
-  cursor = json.loads(json.dumps(loader.cursor(49)))
-  for name, added in (("web", -1), ("code", 1)):
-    entry = cursor["mixture"]["members"][name]
-    entry["count"] += added
-    cursor["sources"][entry["id"]] += added
-  lines = loader.resume(49, cursor, same=True)
-  assert lines[0] == "The mixture changes at example 49."
-  counts = {name: entry["count"] for name, entry in cursor["mixture"]["members"].items()}
-  assert loader.examples_by_source(49) == counts
-  alone = {name: read(load(tmp_path, {name: sources[name]}, batch=1), 0, 200) for name in sources}
-  documents = read(loader, 49, 149)
-  for number, name in enumerate(sources, 1):
-    own = [document for document in documents if document // 1000 == number]
-    assert own == alone[name][counts[name] :][: len(own)]
-
-
 @pytest.mark.parametrize(
   "weight",
   ["", "1, 2", "1 @ 5", "1, 2 @ 0", "1, 2 @ 9, 3 @ 9", "1, -1 @ 5", "0, 0 @ 5", "1, inf @ 3", "1, 2 @ x", "1e999"],

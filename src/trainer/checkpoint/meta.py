@@ -7,8 +7,9 @@ from typing import Any
 
 from trainer.checkpoint.errors import ConfigMismatch, Rejected
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY
-from trainer.config.schema import FOLLOWING, Config, listed
+from trainer.config.schema import FOLLOWING, listed
 
+FORMAT = 1  # of the meta and of what it describes. A commit that reads older checkpoints differently raises it
 OPTIMIZER = "optimizer"  # in `identity`: {array: kind} of the state of an optimizer that a program has given
 
 
@@ -20,7 +21,8 @@ def build(
   tokens: seen by the whole run; cursor: Loader.cursor(step); config: Config.flat(); identity: values of the names in
   JUDGED_BY, {"data": Loader.fingerprint(), "global_batch_size": examples per step}, and OPTIMIZER.
   """
-  return {"tokens": tokens, "cursor": dict(cursor), "config": dict(config), "identity": dict(identity)}
+  fields = {"cursor": dict(cursor), "config": dict(config), "identity": dict(identity)}
+  return {"format": FORMAT, "tokens": tokens, **fields}
 
 
 def check_meta(meta: Mapping[str, Any]) -> None:
@@ -46,13 +48,15 @@ def check_config(
       f"the run's folder holds only parameters, imported from {saved['imported']}. Choose another run_name, and set "
       "load_parameters_path to this folder"
     )
+  if saved.get("format") != FORMAT:
+    raise ConfigMismatch(
+      f"the checkpoint of step {saved.get('step')} has the format {saved.get('format')}, and this version reads the "
+      f"format {FORMAT}. Continue the run with the version that wrote it, or choose another run_name"
+    )
   if missing := [key for key in ("tokens", "cursor", "config", "identity") if key not in saved]:
     raise Rejected(f"its meta lacks {', '.join(missing)}")
   compared = CHANGES_STATE | {OPTIMIZER} | (ALLOWABLE - set(listed(allow_config_change)))
-  # A key that is newer than the checkpoint had its default: without its arrays, the checkpoint would look damaged.
-  defaults = {key: value for key, value in Config().flat().items() if key in CHANGES_STATE}
-  before = defaults | saved["config"]
-  # A key that only one side has is no difference, and what follows has no effect.
+  before = saved["config"]  # what follows has no effect
   pairs = {key: (before[key], config[key]) for key in before if key in config and key not in FOLLOWING}
   pairs |= {key: (saved["identity"].get(key), identity.get(key)) for key in sorted({*saved["identity"], *identity})}
   differences = {key: (old, new) for key, (old, new) in pairs.items() if old != new}
@@ -74,10 +78,7 @@ def _message(
     causes = [cause for cause, judge in JUDGED_BY.items() if judge == key and cause in differences]
     explained = causes or differences.keys() & (CHANGES_DATA_ORDER | CHANGES_STATE)
     if key == JUDGED_BY["dataset_path"] and not explained:
-      # Before eos_token was a key, other tokens could begin and end documents, and long texts had other ids.
-      older = saved["config"].get("tokenizer_type") == "bpe" and "eos_token" not in saved["config"]
-      cause = "an older version has tokenised the text otherwise" if older else "the files have changed"
-      what += f": the keys are the same, so {cause}"
+      what += ": the keys are the same, so the files have changed"
     rows.append((key, _short(old), _short(new), what))
     rows += [(cause, _short(differences[cause][0]), _short(differences[cause][1]), "a cause") for cause in causes]
   widths = [max(len(row[column]) for row in rows) for column in range(3)]

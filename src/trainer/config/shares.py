@@ -76,6 +76,5 @@ def _recorded(config: Config) -> int | None:
   path = epath.Path(config.run_directory) / files.CONFIG_FILE
   if not path.exists():
     return None
-  given = files.read_yaml(path)
-  value = given["shares_per_slice"][0] if "shares_per_slice" in given else "1"  # of older versions
+  value = files.read_yaml(path)["shares_per_slice"][0]
   return int(value) if value and value.isdecimal() else None

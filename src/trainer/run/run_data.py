@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from input_pipeline import order as data_order
 from input_pipeline.loader import Loader, Split, loader_of, make_loader, open_eval_sets
 from input_pipeline.loader import check as check_data
 from input_pipeline.source import Source
@@ -39,29 +38,14 @@ class RunData:
     self.identity = {**self.identity, **more}
 
   def accept(self, config: Config, meta: Mapping[str, Any]) -> list[str]:
-    """Continues the order of examples of a checkpoint with this `meta`. Returns lines that name the harmless
-    differences between it and the present run. Raises ConfigMismatch if the run may not resume from it."""
-    self.use_order(meta)
+    """Lines that name the harmless differences between the run and a checkpoint with this `meta`. Raises ConfigMismatch
+    if the run may not resume from it."""
     return checkpoint_meta.check_config(meta, config.flat(), self.identity, config.run.allow_config_change)
-
-  def use_order(self, meta: Mapping[str, Any] | None) -> None:
-    """A run keeps the order of examples that it started with; its checkpoints name it."""
-    number = data_order.NEWEST if meta is None else meta.get("cursor", {}).get("order", data_order.FIRST)
-    if not data_order.FIRST <= number <= data_order.NEWEST:
-      raise ConfigMismatch(
-        f"the checkpoint has examples in an order with number {number}, and this version knows the orders "
-        f"{data_order.FIRST} to {data_order.NEWEST}. Use the version that started the run, or a newer one"
-      )
-    if number != self.train.order:
-      for loader in (self.train, *self.evaluations.values()):
-        loader.use_order(number)
-      self.identity = self.identity | {"data": self.train.fingerprint()}
 
   def resume(self, step: int, meta: Mapping[str, Any] | None) -> list[str]:
     """The run continues after `step` with the next example. meta: of the restored state, whose cursor matters if the
     batch size or the data have changed; None: a fresh start. Returns lines for the log. Raises ConfigError if the data
     end too early."""
-    self.use_order(meta)
     same = meta is not None and meta["identity"].get("data") == self.identity["data"]
     lines = self.train.resume(step, meta and meta["cursor"], same=same)
     last = self.train.last_step()
@@ -72,12 +56,7 @@ class RunData:
       )
     self._tokens_offset = meta["tokens"] - step * self.tokens_per_step if meta is not None else 0
     # `lines` tell of a new order, which has other next examples.
-    lines = lines or (self._compare_next(step, meta) if meta is not None and same else [])
-    if self.train.order != data_order.NEWEST and (self.train.num_examples or self.train.is_mixture):
-      lines.append(
-        f"Data: the run keeps order {self.train.order} of its examples. New runs have order {data_order.NEWEST}."
-      )
-    return lines
+    return lines or (self._compare_next(step, meta) if meta is not None and same else [])
 
   def _compare_next(self, step: int, meta: Mapping[str, Any]) -> list[str]:
     """A line for the log: whether the next examples are those that the checkpoint announces. If they differ and the

@@ -196,7 +196,6 @@ def head(run: Opened) -> Line:
     "run_id": run.run_id,
     "config": config.flat(),
     "data": run.data.identity,
-    "order": run.data.train.order,
     "code": {"version": code["versions"]["trainer"], "git_commit": code["git_commit"]},
     "versions": code["versions"],
     "host": code["host"],

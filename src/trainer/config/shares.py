@@ -76,5 +76,5 @@ def _recorded(config: Config) -> int | None:
   path = epath.Path(config.run_directory) / files.CONFIG_FILE
   if not path.exists():
     return None
-  value = files.read_yaml(path)["shares_per_slice"][0]
-  return int(value) if value and value.isdecimal() else None
+  given = files.read_yaml(path).get("shares_per_slice")
+  return int(given[0]) if given and given[0] and given[0].isdecimal() else None

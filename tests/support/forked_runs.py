@@ -130,13 +130,13 @@ def slow_down() -> None:
   """Every batch of this process takes a moment: an endless run takes all cores from what its test waits for."""
   from trainer.program.feed import Feed
 
-  read = Feed._rounds_of
+  read = Feed._placed
 
   def read_slowly(*arguments: Any) -> Any:
     time.sleep(0.1)
     return read(*arguments)
 
-  Feed._rounds_of = read_slowly  # type: ignore[method-assign]
+  Feed._placed = read_slowly  # type: ignore[method-assign]
 
 
 def slow_member(member: str, seconds: str, environment: Mapping[str, str]) -> None:

@@ -14,6 +14,7 @@ from input_pipeline import describe
 from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster, run_command
 from trainer.config import counts
+from trainer.config.errors import counted
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config, ModelSection
 from trainer.elastic import batch_plan
@@ -37,7 +38,7 @@ def announce(
   lines = [
     f"Run {config.run_directory}: {config.run.steps} steps of {data.global_batch_size} x {length} tokens",
     *_shares_line(config, cluster.num_slices),
-    f"Model {model.model_name}: {parameters:,} parameters, {model.num_decoder_layers} layers, "
+    f"Model {model.model_name}: {parameters:,} parameters, {counted(model.num_decoder_layers, 'layer')}, "
     f"remat_policy={model.remat_policy}, {model.dtype}",
     f"Devices: {cluster.num_slices} slice{'s' * (cluster.num_slices > 1)} of {cluster.devices_per_slice} "
     f"{device.device_kind} ({cluster.kind}), "

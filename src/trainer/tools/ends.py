@@ -1,4 +1,4 @@
-"""How a tool ends that imports JAX."""
+"""Exit codes of tools that import JAX."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from trainer.services import receipt
 from trainer.services.receipt import Line
 from trainer.world import SINGLE_WORLD
 
-_NOTHING_ELSE = (
+_REPLAY_KEYS = (
   "run_name=replay receipt_state_period=1 enable_checkpointing=true checkpoint_period=2000000000 "
   "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 enable_emergency_checkpoint=false "
   "local_checkpoint_period=0 local_checkpoint_directory= eval_steps=0 eval_interval=-1 "
@@ -126,7 +126,7 @@ def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[lis
   config, devices = start["config"], start["devices"]
   given = _pairs(keys)
   schedule = config["learning_rate_schedule_steps"]
-  changes = _pairs(_NOTHING_ELSE) | {"base_output_directory": folder, "steps": str(last)}
+  changes = _pairs(_REPLAY_KEYS) | {"base_output_directory": folder, "steps": str(last)}
   changes["learning_rate_schedule_steps"] = str(config["steps"] if schedule == -1 else schedule)
   if start["computes"] == "shares" and given.get("cluster", "multiprocess") == "multiprocess":
     changes |= {"elastic_enabled": "true", "elastic_min_slice_count": "1"}

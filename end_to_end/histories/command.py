@@ -142,6 +142,7 @@ class Command:
 
   def __init__(self, folder: Path, kind: str, keys: Sequence[str], make: Callable[..., Run]) -> None:
     self._folder, self._kind, self._make = folder, kind, make
+    folder.mkdir()
     self._keys = [*KEYS[kind], f"steps={STEPS}", *keys]
     assert self._run("warm").finish() == 0  # makes tokens and compiled programs
     self._undisturbed, began = self._run("undisturbed"), time.monotonic()

@@ -105,6 +105,7 @@ class Controller:
     jax.config.update("jax_num_cpu_devices", SLICES)
     self._harness = Harness(folder, prepare_steps=False)
     self.names: dict[str, list[str]] = {}
+    self._rows: dict[int, dict[int, str]] = {}  # of the undisturbed run: step -> row -> hash of its tokens
     self._undisturbed = self._run("undisturbed", [], learn=True)
 
   def play(self, name: str, flip: Flip) -> tuple[list[str], str]:
@@ -120,7 +121,12 @@ class Controller:
 
     look = lambda directory: oracle.read(directory, STEPS)
     history = self._harness.run(name, [*KEYS, "snapshot_period=1", *keys], prepare=prepare, look=look)
-    receipt = [{"step": step, "examples": rows} for step, rows in sorted(history.used.items())]
+    self._rows = self._rows or history.used  # a witness reads a part of the rows again
+    rows = {
+      step: self._rows[step] if used.items() <= self._rows[step].items() else used
+      for step, used in history.used.items()
+    }
+    receipt = [{"step": step, "examples": found} for step, found in sorted(rows.items())]
     return dataclasses.replace(history.seen, receipt=receipt, codes=[history.outcome.kind != "complete"])
 
 

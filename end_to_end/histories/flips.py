@@ -87,13 +87,18 @@ def check(left: oracle.Left, undisturbed: oracle.Left, flip: Flip, tolerance: fl
   says = [(alarm["outcome"], alarm["members"], int(alarm["round"].split()[-1])) for alarm in alarms]
   expected = [[("removed", [fault.slice], n)] if n else [] for n in flip.found]
   lost = [event["slice"] for event in left.of_kind("slice_down")]
-  broken = [] if says in expected else [f"the witness says {says}, not one of {expected}"]
-  broken += [] if lost == [[fault.slice]] * len(says) else [f"lost: {lost}"]
+  if tolerance or fault.kind == "flip_gradient":
+    broken = [] if says in expected else [f"the witness says {says}, not one of {expected}"]
+    broken += [] if lost == [[fault.slice]] * len(says) else [f"lost: {lost}"]
+  else:  # members compare their weights and states in each step: the supervisor ends the one that differs
+    broken = (
+      [] if not says and lost in [[[fault.slice]], *[[]] * (0 in flip.found)] else [f"lost: {lost}, alarms {says}"]
+    )
   broken += ["the slice returned"] if says and left.of_kind("slice_up") else []
   for alarm in alarms if fault.kind == "flip_gradient" or flip.found[0] == fault.step else ():
     if list(alarm["arrays"].values()) != [1] or fault.array not in next(iter(alarm["arrays"])):
       broken.append(f"the alarm names {alarm['arrays']}")
-  is_clean = any(flip.found) and says and (fault.kind != "flip_gradient" or flip.found == (fault.step,))
+  is_clean = any(flip.found) and lost and (fault.kind != "flip_gradient" or flip.found == (fault.step,))
   return broken + (oracle.broken(left, undisturbed, oracle.Promise(STEPS, tolerance, lost=1)) if is_clean else [])
 
 

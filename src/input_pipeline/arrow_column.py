@@ -62,9 +62,10 @@ def documents(batch: Any, names: Sequence[str], place: str, first: int = 0) -> I
   elif _is_list(types, kind) and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):
     yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
   elif _is_list(types, kind) and types.is_struct(kind.value_type):
-    for number, record in enumerate(values.to_pylist(), first):
+    beside = _beside(batch)
+    for number, (record, others) in enumerate(zip(values.to_pylist(), beside), first):
       if record is not None:
-        yield _conversation(record, f"row {number} of {place}")
+        yield _conversation(record, others, f"row {number} of {place}")
   elif any(value.as_py() is not None for value in values):
     raise ConfigError(
       f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, of lists of "
@@ -77,11 +78,22 @@ def _is_list(types: Any, kind: Any) -> bool:
   return of_plain or types.is_list_view(kind) or types.is_large_list_view(kind)
 
 
-def _conversation(record: list[Any], place: str) -> Conversation | BadRecord:
+def _conversation(record: list[Any], beside: dict[str, Any], place: str) -> Conversation | BadRecord:
   try:
-    return conversations.parse(record)
+    return conversations.parse(record, beside)
   except ValueError as error:
-    return BadRecord(f"{place}: {error}. Fix or remove it.")
+    return BadRecord(f"{place}: {error}.")
+
+
+def beside(schema: Any) -> list[str]:
+  """The columns that matter to conversations in another column."""
+  return sorted(conversations.BESIDE & set(schema.names))
+
+
+def _beside(batch: Any) -> list[dict[str, Any]]:
+  """The values of `beside` in each row."""
+  known = {name: batch.column(name).to_pylist() for name in beside(batch.schema)}
+  return [{name: column[row] for name, column in known.items()} for row in range(len(batch))]
 
 
 def _lists(types: Any, values: Any, token: Any, place: str) -> Iterator[np.ndarray | BadRecord]:

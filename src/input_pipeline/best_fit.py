@@ -6,33 +6,36 @@ bounded and a window depends only on the documents near it. In a round the longe
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from input_pipeline.windows import Window
+from input_pipeline.windows import Group, Window, pieces_of
 
 _ROUND = 2**22  # tokens of a round
 
 
-def pack(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
-  """Yields windows of at most T = `length` inputs. A group is a list of non-empty documents.
+def pack(groups: Iterable[Group], length: int) -> Iterator[Window]:
+  """Yields windows of at most T = `length` inputs.
 
   Each token of a document except its first is a target exactly once. Neighbouring parts of a document that is longer
   than T + 1 overlap by one token.
   """
   pieces: list[np.ndarray] = []
   size = 0
-  for group in groups:
-    for document in group:
-      for start in range(0, len(document) - 1, length):
-        pieces.append(document[start : start + length + 1])
-        size += len(pieces[-1])
-      if size >= max(_ROUND, 64 * length):
-        yield from pack_round(pieces, length + 1)
-        pieces, size = [], 0
+  for document in itertools.chain.from_iterable(groups):
+    for piece in pieces_of(document, length):
+      size += len(piece)
+      if len(piece) > length:  # a full window: the longest pieces of a round come first
+        yield Window(piece, np.zeros(0, np.int64))
+      else:
+        pieces.append(piece)
+    if size >= max(_ROUND, 64 * length):
+      yield from pack_round(pieces, length + 1)
+      pieces, size = [], 0
   yield from pack_round(pieces, length + 1)
 
 

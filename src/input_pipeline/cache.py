@@ -22,8 +22,27 @@ Log = Callable[[str], None]
 def entry(
   directory: str, name: str, *, build: Callable[[Path], None], fault: Callable[[Path], str | None], log: Log
 ) -> Path:
-  """The folder {directory}/{name}, made by `build` if it is absent or damaged.
+  """The folder {directory}/{name}, made by `build` if it is absent or damaged; see `found`."""
 
+  def named(folder: Path) -> str:
+    build(folder)
+    return name
+
+  return found(directory, name, find=lambda: name, build=named, fault=fault, log=log)
+
+
+def found(
+  directory: str,
+  work: str,
+  *,
+  find: Callable[[], str | None],
+  build: Callable[[Path], str],
+  fault: Callable[[Path], str | None],
+  log: Log,
+) -> Path:
+  """The folder in `directory` with the name that `find` returns, or, if there is none, that `build` returns.
+
+  work: a name that processes share which want the same folder.
   `build` fills an empty temporary folder, which is then renamed: a killed build leaves no entry, a failed build leaves
   no files, and the next build of any entry deletes the folders of killed ones. `fault` returns what is wrong with a
   finished entry, or None. Processes that want the same entry wait for the first process; a good entry needs neither a
@@ -32,32 +51,31 @@ def entry(
   if "://" in directory:
     raise ConfigError(f"dataset_cache_directory={directory} is not a local path. Set it to a folder of this machine.")
   root = Path(directory).expanduser()
-  final = root / name
-  if final.is_dir() and fault(final) is None:
-    return final
+  if (name := find()) and (root / name).is_dir() and fault(root / name) is None:
+    return root / name
   fresh = [folder for folder in (root, *root.parents) if not folder.exists()]
   with ExitStack() as stack:
     stack.callback(_remove_empty, fresh)
     try:
-      lock = stack.enter_context(_locked(root / f".{name}.lock"))
-      temporary = Path(tempfile.mkdtemp(prefix=f".{name}.{_place(root)}-", dir=root))
+      lock = stack.enter_context(_locked(root / f".{work}.lock"))
+      temporary = Path(tempfile.mkdtemp(prefix=f".{work}.{_place(root)}-", dir=root))
     except OSError as error:
       problem = f"dataset_cache_directory={directory} cannot be written: {error}"
       raise ConfigError(f"{problem}. Give another folder.") from error
     stack.callback(shutil.rmtree, temporary, ignore_errors=True)
     if lock is None:
       log(f"The file system of {root} has no locks (flock): processes that prepare the same data do it several times.")
-    if final.is_dir():
+    if (name := find()) and (final := root / name).is_dir():
       reason = fault(final)
       if reason is None:
         return final
       log(f"The cached {final} is damaged ({reason}). Making it again.")
       with suppress(FileNotFoundError):  # without locks another process may do the same
         final.rename(temporary / "damaged")
-    _delete_old(root, name if lock else "", temporary, log)
+    _delete_old(root, work if lock else "", temporary, log)
     whole = temporary / "whole"
     whole.mkdir()
-    build(whole)
+    final = root / build(whole)
     try:
       whole.rename(final)
     except OSError:
@@ -77,6 +95,14 @@ def value(directory: str, name: str, file: str, *, compute: Callable[[], Any], l
     return None if (folder / file).is_file() else f"{file} is absent"
 
   return json.loads((entry(directory, name, build=build, fault=fault, log=log) / file).read_text())
+
+
+def known(directory: str, name: str, file: str) -> Any:
+  """The value that `value` has computed before, or None."""
+  try:
+    return json.loads((Path(directory).expanduser() / name / file).read_text())
+  except (OSError, ValueError):
+    return None
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:

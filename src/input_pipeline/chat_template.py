@@ -43,6 +43,10 @@ class Template:
     """A compiled template cannot be pickled."""
     return type(self), (self.text, self.names)
 
+  def names_field(self, name: str) -> bool:
+    """Whether the template mentions a field of messages, or takes whole messages."""
+    return re.search(rf"\b{re.escape(name)}\b|message\s*\|\s*tojson|\.items\(", self.text) is not None
+
   def render(self, messages: Sequence[Mapping[str, str]], *, prompt: bool = False) -> tuple[str, list[Span]]:
     """(the text of the messages, the places of the text in {% generation %} blocks). prompt: an answer shall follow.
 
@@ -52,7 +56,12 @@ class Template:
     try:
       found = self._compiled.render(given | self.names)
     except Exception as error:  # templates raise errors of any kind, as programs do
-      raise ValueError(f"the chat template refuses it ({error or type(error).__name__})") from error
+      remedy = ""
+      if not messages or messages[0]["role"] == "assistant":
+        remedy = ". It begins with the assistant, and most templates need the user first: remove its first message"
+      elif messages[0]["role"] == "system" and len(messages) == 1:
+        remedy = ". Its system message is followed by the assistant, and most templates need the user there"
+      raise ValueError(f"the chat template refuses it ({error or type(error).__name__}){remedy}") from error
     if not self.has_blocks:
       return found, []
     if any(mark in text for message in messages for text in message.values() for mark in (_BEGIN, _END)):

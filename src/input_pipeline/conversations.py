@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,32 +17,98 @@ import numpy as np
 
 from input_pipeline.chat_template import Span, Template
 from input_pipeline.documents import Conversation
+from input_pipeline.errors import shorten
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, continuation, encodable
 
 _ROLES = ("system", "user", "assistant")
-_UNKNOWN = ("tool_calls", "tool_call_id", "function_call", "weight", "train")  # fields that would change the meaning
+_TRAIN = ("loss", "loss_mask", "train", "trainable", "training", "weight")  # of a message: whether it is trained
+# Of a message: they say nothing about its text or its loss.
+_HARMLESS = frozenset(
+  "avatar created created_at date finish_reason id idx index lang language logprobs message_id meta metadata model "
+  " model_name parent_id score scores source timestamp tokens turn turn_id usage user_id uuid".split()
+)
+# Columns or fields beside the messages: what programs give to the template, or show to the model.
+BESIDE = frozenset(
+  "audio audios chat_template_kwargs chosen completion documents functions image images rejected system system_prompt "
+  "tools video videos".split()
+)
+_OTHER_ROLES = {"human": "user", "prompter": "user", "gpt": "assistant", "bot": "assistant", "model": "assistant"}
+_OTHER_ROLES |= {"developer": "system", "chatbot": "assistant", "ai": "assistant"}
+_TOOLS = "Calls of tools cannot be trained on: leave such conversations out, or render them to texts first"
+_REMEDIES = {"tools": _TOOLS, "functions": _TOOLS, "completion": "Join prompt and completion to one list of messages"}
 _SHOWN = 600  # characters
 
 
-def parse(record: Sequence[Any]) -> Conversation:
-  """The conversation in a list of mappings with role and content. Raises ValueError, naming the message, if it is none.
+class ConversationError(ValueError):
+  """A record is no conversation that can be used. The message has cause and remedy."""
 
-  Other fields that are texts are the template's (reasoning_content); other ones are left out.
+
+def parse(record: Sequence[Any], beside: Mapping[str, Any] | None = None) -> Conversation:
+  """The conversation in a list of mappings with role and content. beside: the other fields of the record.
+
+  Other fields that are texts are the template's (reasoning_content). Raises ConversationError, naming message and
+  remedy, if it is no conversation, or a field would change what is trained and cannot be used.
   """
-  messages = []
+  beside = beside or {}
+  for name in sorted(BESIDE & beside.keys()):
+    if _says_something(beside[name]):
+      remedy = _REMEDIES.get(name, "Remove it, or render the conversations to texts first")
+      raise ConversationError(f"it has {name} beside its messages, which would be lost. {remedy}")
+  messages, untrained = [], set()
   for number, message in enumerate(record, 1):
     if not isinstance(message, dict):
-      raise ValueError(f"message {number} is not a mapping with role and content")
-    for name in ("role", "content"):
-      if not isinstance(message.get(name), str):
-        found = "null" if message.get(name) is None else f"a {type(message[name]).__name__}"
-        raise ValueError(f"the {name} of message {number} must be a string, and it is {found}")
-    if message["role"] not in _ROLES:
-      raise ValueError(f"message {number} has the role {message['role']!r}, and the roles are {', '.join(_ROLES)}")
-    if unknown := [name for name in _UNKNOWN if message.get(name) not in (None, [], "")]:
-      raise ValueError(f"message {number} has {unknown[0]}, which is not supported")
+      raise ConversationError(f"message {number} is not a mapping with role and content")
+    _check_fields(message, number)
+    if _says_not_to_train(message, number):
+      untrained.add(number - 1)
     messages.append({name: text for name, text in message.items() if isinstance(text, str)})
-  return Conversation(tuple(messages))
+  return Conversation(tuple(messages), frozenset(untrained))
+
+
+def _check_fields(message: Mapping[str, Any], number: int) -> None:
+  """Raises ConversationError if role, content or another field of a message cannot be used."""
+  for name in ("tool_calls", "tool_call_id", "function_call"):
+    if _says_something(message.get(name)):
+      raise ConversationError(f"message {number} has {name}. {_TOOLS}")
+  for name in ("role", "content"):
+    if not isinstance(message.get(name), str):
+      found = "null" if message.get(name) is None else f"a {type(message[name]).__name__}"
+      remedy = ""
+      if {"from", "value"} <= message.keys():
+        remedy = ". Rename from and value to role and content, and the roles human and gpt to user and assistant"
+      elif name == "content" and isinstance(message.get(name), list):
+        remedy = ". Join the texts of its parts; images and sounds cannot be trained on"
+      raise ConversationError(f"the {name} of message {number} must be a string, and it is {found}{remedy}")
+  if (role := message["role"]) not in _ROLES:
+    remedy = f". {_TOOLS}" if role in ("tool", "function", "ipython", "observation") else ""
+    if other := _OTHER_ROLES.get(role.lower(), role.lower() if role.lower() in _ROLES else ""):
+      remedy = f". Rename it to {other}"
+    raise ConversationError(f"message {number} has the role {role!r}, and the roles are {', '.join(_ROLES)}{remedy}")
+  for name, value in message.items():
+    if not isinstance(value, str) and name not in _HARMLESS and name not in _TRAIN and _says_something(value):
+      raise ConversationError(f"message {number} has {name}={shorten(repr(value))}, which is not used. Remove it")
+    if isinstance(value, str) and value and (name == "mask" or name in _TRAIN):
+      raise ConversationError(f"message {number} has {name}={value!r}. Write true or false")
+
+
+def _says_not_to_train(message: Mapping[str, Any], number: int) -> bool:
+  """Whether an assistant's message says that it is not trained. Raises ConversationError for other numbers."""
+  said = {name: message[name] for name in _TRAIN if message.get(name) not in (None, [], "")}
+  for name, value in said.items():
+    if isinstance(value, list) or value not in (0, 1):
+      raise ConversationError(f"message {number} has {name}={shorten(repr(value))}. Write true or false")
+    if value and message["role"] != "assistant":
+      raise ConversationError(f"message {number} has {name}={value!r}, and only the assistant is trained. Remove it")
+  if len({bool(value) for value in said.values()}) > 1:
+    raise ConversationError(f"message {number} has {' and '.join(said)}, which contradict each other")
+  return message["role"] == "assistant" and not all(said.values())
+
+
+def _says_something(value: Any) -> bool:
+  """Whether a field has a value: columns of Arrow have null, or an empty list, where a record has none."""
+  if isinstance(value, dict):
+    return any(map(_says_something, value.values()))
+  return value is not None and value not in ("", [], "[]", "{}", "null")
 
 
 @dataclass
@@ -162,18 +228,22 @@ class ChatTokenizer(BpeTokenizer):
 
   def _try_render(self, conversation: Conversation) -> list[tuple[str, list[_Turn]]] | ValueError:
     try:
-      return list(self._render(conversation.messages))
+      return list(self._render(conversation.messages, conversation.untrained))
     except ValueError as error:
       return error
 
-  def _render(self, messages: Sequence[dict[str, str]]) -> Iterator[tuple[str, list[_Turn]]]:
+  def _render(self, messages: Sequence[dict[str, str]], untrained: frozenset[int]) -> Iterator[tuple[str, list[_Turn]]]:
     """Yields (text, the turns that are trained in it). Usually there is one text, of the whole conversation.
 
     Some templates change earlier turns when others follow: Qwen3 removes their reasoning. Such a turn is trained in a
     text of its own, which ends with it, because this is what the model will have to say.
     """
+    self._check_template(messages)
+    if untrained and self._train_on == "all":
+      raise ValueError(f"message {min(untrained) + 1} says that it is not trained, which needs train_on=assistant")
     text, _ = self.template.render(messages)
-    turns = [self._turn(messages, i) for i, message in enumerate(messages) if message["role"] == "assistant"]
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant" and i not in untrained]
+    turns = [self._turn(messages, i) for i in said]
     if self._train_on == "all":
       yield (
         text,
@@ -186,6 +256,13 @@ class ChatTokenizer(BpeTokenizer):
         yield text, here
       turns = [turn for turn in turns if turn not in here]
       text = turns[-1].text if turns else ""
+
+  def _check_template(self, messages: Sequence[dict[str, str]]) -> None:
+    """Raises ValueError for a text in the messages that the template would leave out."""
+    for number, message in enumerate(messages, 1):
+      for name in message.keys() - {"role", "content"}:
+        if message[name] and name not in _HARMLESS and not self.template.names_field(name):
+          raise ValueError(f"message {number} has {name}, which the chat template does not use. Remove the field")
 
   def _turn(self, messages: Sequence[dict[str, str]], number: int) -> _Turn:
     """The text of the messages up to this number, and what is trained of the last one. Raises ValueError."""

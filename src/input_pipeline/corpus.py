@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import codecs
+import collections
 import hashlib
 import itertools
-import json
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,18 +13,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from input_pipeline import data_files, folders, jsonl, remote
+from input_pipeline import data_files, first_bytes, folders, jsonl, remote
 from input_pipeline.data_files import TEXT_SUFFIXES, File
-from input_pipeline.documents import BadRecord, Piece, cut_at_lines, line_number, naming
+from input_pipeline.documents import BadRecord, LongText, Piece, cut_at_lines, line_number, naming
 from input_pipeline.errors import ConfigError
 from input_pipeline.folders import LeftOut
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).
 _NOT_LIBRARY = frozenset("__pycache__ dist-packages encodings idle_test pydoc_data site-packages test tests".split())
-_MARK = codecs.BOM_UTF8  # some editors begin a file with it
 # The smaller side of a split has about this number of units, or more.
 _UNITS = 16
+_BLOCK = 2**18  # bytes of a text that are read at a time
+_WHOLE = 2**20  # bytes of a text that is one string
 
 
 def find(key: str, path: str, left: LeftOut | None = None) -> list[Piece]:
@@ -84,7 +85,7 @@ def cut_documents(piece: Piece, limit: int) -> list[Piece]:
   return cut_at_lines(piece, limit) if _is_jsonl(piece) else [piece]
 
 
-def documents(piece: Piece) -> Iterator[str | BadRecord]:
+def documents(piece: Piece) -> Iterator[str | LongText | BadRecord]:
   """Yields the non-empty documents of a piece in order: its whole text, or the field "text" of each line of a .jsonl.
 
   Bad records are text that is not UTF-8, and lines without such a field. Raises ConfigError if a file cannot be read.
@@ -92,34 +93,54 @@ def documents(piece: Piece) -> Iterator[str | BadRecord]:
   if _is_jsonl(piece):
     yield from _json_lines(piece)
     return
-  with _opened(piece.path) as file:
-    file.seek(piece.start)
-    data = file.read(piece.size)
-  data = data if piece.start else data.removeprefix(_MARK)
   try:
-    text = data.decode("utf-8")
+    parts = _parts(piece)
+    if piece.size > _WHOLE:
+      text = next(parts, "")
+      collections.deque(parts, 0)  # a text that is not UTF-8 at its end is bad as a whole
+    else:
+      text = "".join(parts)
   except UnicodeDecodeError as error:
-    line = line_number(piece.path, piece.start + error.start)
-    yield BadRecord(f"{piece.path}:{line}: not UTF-8 ({error.reason}). Convert or remove the file.")
+    line = line_number(piece.path, error.start)
+    remedy = first_bytes.problem(_head(piece)) or "Convert or remove the file"
+    yield BadRecord(f"{piece.path}:{line}: not UTF-8 ({error.reason}). {remedy}.")
     return
-  if text:
+  if not piece.start and (problem := first_bytes.problem(text[:512].encode(), is_page=False)):
+    yield BadRecord(f"{piece.path} cannot be read as text. {problem}.")
+  elif piece.size > _WHOLE:
+    yield LongText(piece.size, _parts_again(piece))
+  elif text:
     yield text
 
 
-def digest(pieces: Sequence[Piece]) -> str:
-  """Identity of the pieces: 64 hex digits of their names, offsets and contents. Reads all of them."""
-  total = hashlib.sha256()
-  for piece in pieces:
-    content = hashlib.sha256()
-    with _opened(piece.path) as file:
-      file.seek(piece.start)
-      left = piece.size
-      while left and (block := file.read(min(left, 2**20))):
-        is_start = left == piece.size and not piece.start and not _is_jsonl(piece)
-        content.update(block.removeprefix(_MARK) if is_start else block)
-        left -= len(block)
-    total.update(json.dumps([piece.name, piece.start, piece.stop, content.hexdigest()]).encode())
-  return total.hexdigest()
+def _head(piece: Piece) -> bytes:
+  with _opened(piece.path) as file:
+    return file.read(512)
+
+
+def _parts(piece: Piece) -> Iterator[str]:
+  """Yields the text of a piece in parts. Raises UnicodeDecodeError, whose start is an offset in the file."""
+  decoder = codecs.getincrementaldecoder("utf-8")()
+  with _opened(piece.path) as file:
+    file.seek(piece.start)
+    place = piece.start
+    while place < piece.stop and (data := file.read(min(piece.stop - place, _BLOCK))):
+      waiting = len(decoder.getstate()[0])  # bytes of a character that the last part has begun
+      try:
+        text = decoder.decode(data, final=place + len(data) >= piece.stop)
+      except UnicodeDecodeError as error:
+        error.start += place - waiting
+        raise
+      yield text if place else text.removeprefix("\ufeff")  # some editors begin a file with this mark
+      place += len(data)
+
+
+def _parts_again(piece: Piece) -> Iterator[str]:
+  """`_parts` of a text that was UTF-8."""
+  try:
+    yield from _parts(piece)
+  except UnicodeDecodeError as error:
+    raise ConfigError(f"{piece.path} has changed while it was read. Start again when it is complete.") from error
 
 
 def _standard_library(key: str) -> list[Piece]:

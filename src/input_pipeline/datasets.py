@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from input_pipeline import array_record, corpus, data_files, hf, jsonl, parquet, remote, tfds
+from input_pipeline import array_record, corpus, data_files, first_bytes, hf, jsonl, parquet, remote, tfds
 from input_pipeline.documents import Documents, Piece, naming, uncut
 from input_pipeline.errors import ConfigError, require
 from input_pipeline.folders import LeftOut
@@ -17,7 +14,7 @@ from input_pipeline.folders import LeftOut
 if TYPE_CHECKING:
   from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here
 
-_SAMPLED = 2**16  # bytes at each end of a file
+_END = 2**8  # bytes at each end of a file
 _PARQUET = b"PAR1"  # at both ends of a file
 
 
@@ -50,8 +47,7 @@ def _text(cfg: DataOptions) -> dict[str, Documents]:
   name = cfg.dataset_path or "the Python standard library"
 
   def documents(pieces: Sequence[Piece], name: str, left: object = "") -> Documents:
-    digest = partial(corpus.digest, pieces)
-    return Documents(name, pieces, corpus.documents, digest, corpus.cut_documents, str(left))
+    return Documents(name, pieces, corpus.documents, "text", corpus.cut_documents, left_out=str(left))
 
   left = LeftOut()
   pieces = corpus.find("dataset_path", cfg.dataset_path, left)
@@ -69,15 +65,16 @@ def _files(cfg: DataOptions, key: str) -> Documents:
   file_type, column = cfg.grain_file_type, cfg.train_data_columns
   name, left = getattr(cfg, key), LeftOut()
   pieces = [Piece(found.name, found.file, 0, found.size) for found in data_files.find(key, name, file_type, left)]
-  digest = partial(_digest, pieces, file_type, column)
+  form = f"{file_type} {column}"
   match file_type:
     case "parquet":
-      return Documents(name, pieces, partial(parquet.read, column=column), digest, parquet.cut, str(left))
+      read, check = partial(parquet.read, column=column), partial(_check_parquet, pieces)
+      return Documents(name, pieces, read, form, parquet.cut, check, str(left))
     case "jsonl":
-      return Documents(name, pieces, partial(jsonl.read, column=column), digest, jsonl.cut, str(left))
+      return Documents(name, pieces, partial(jsonl.read, column=column), form, jsonl.cut, left_out=str(left))
     case _:
-      read = partial(array_record.read, file_type=file_type, column=column)
-      return Documents(name, pieces, read, digest, uncut, str(left))
+      reader = partial(array_record.read, file_type=file_type, column=column)
+      return Documents(name, pieces, reader, form, uncut, left_out=str(left))
 
 
 def _split(cfg: DataOptions, split: str) -> Documents:
@@ -87,33 +84,30 @@ def _split(cfg: DataOptions, split: str) -> Documents:
     pieces, read = tfds.find(folder, split), partial(tfds.read, folder=folder, split=split, column=column)
   else:
     pieces, read = hf.find(folder, split), partial(hf.read, column=column)
-  return Documents(f"{folder} ({split})", pieces, read, partial(_digest, pieces, kind, column), uncut)
+  return Documents(f"{folder} ({split})", pieces, read, f"{kind} {column}", uncut)
 
 
-def _digest(pieces: Sequence[Piece], file_type: str, column: str) -> str:
-  """Identity of files: format, names, sizes, and the first and last bytes of each. Reading all would take too long.
-
-  It does not depend on the place of the files, so they may be moved to another folder or to an object store.
-  """
-  total = hashlib.sha256(json.dumps([file_type, column]).encode())
+def _check_parquet(pieces: Sequence[Piece]) -> None:
+  """Raises ConfigError for files without the marks of Parquet, before hours of preparation come to them."""
   bad = []
   for piece, ends in zip(pieces, _ends(pieces), strict=True):
-    total.update(json.dumps([piece.name, piece.size, hashlib.sha256(ends).hexdigest()]).encode())
-    if file_type == "parquet" and not ends[:4] == ends[-4:] == _PARQUET:
-      bad.append(str(piece.path))
-  if bad:  # now, and not when hours of preparation have come to this file
-    more = f" {len(bad)} files are like this, the last one {bad[-1]}." if len(bad) > 1 else ""
+    if not ends[:4] == ends[-4:] == _PARQUET:
+      bad.append((piece, ends))
+  if bad:
+    piece, ends = bad[0]
+    more = f" {len(bad)} files are like this, the last one {bad[-1][0].path}." if len(bad) > 1 else ""
+    if problem := first_bytes.problem(ends):
+      raise ConfigError(f"{piece.path} cannot be read as Parquet. {problem}.{more}")
     raise ConfigError(
-      f"{bad[0]} cannot be read as Parquet: it does not begin and end with {_PARQUET.decode()}, as if it were cut off."
-      f"{more} Fix or remove it."
+      f"{piece.path} cannot be read as Parquet: it does not begin and end with {_PARQUET.decode()}, as if it were cut "
+      f"off.{more} Fix or remove it."
     )
-  return total.hexdigest()
 
 
 def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
-  """Yields the beginning and the end of each file. Parquet and ArrayRecord have their index at the end."""
+  """Yields the first and the last bytes of each file."""
   far = [piece.path for piece in pieces if isinstance(piece.path, remote.RemoteFile)]
-  both = [(0, min(_SAMPLED, file.size)) for file in far], [(max(0, file.size - _SAMPLED), file.size) for file in far]
+  both = [(0, min(_END, file.size)) for file in far], [(max(0, file.size - _END), file.size) for file in far]
   heads, tails = (remote.ranges(far, side) for side in both)
   for piece in pieces:
     with naming(piece.path):
@@ -121,11 +115,6 @@ def _ends(pieces: Sequence[Piece]) -> Iterator[bytes]:
         yield next(heads) + next(tails)
         continue
       with piece.path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != piece.size:
-          raise ConfigError(
-            f"{piece.path} had {piece.size} bytes and now has {size}. Start again when no program writes to it."
-          )
-        content = file.read(_SAMPLED)
-        file.seek(max(0, piece.size - _SAMPLED))
-        yield content + file.read(_SAMPLED)
+        content = file.read(_END)
+        file.seek(max(0, piece.size - _END))
+        yield content + file.read(_END)

@@ -6,12 +6,15 @@ A source of documents is a file in this folder with such a function (`corpus`, `
 
 from __future__ import annotations
 
+import collections
+import hashlib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,18 +26,45 @@ _AROUND_CUT = 2**16  # bytes that are read to find the end of a line
 
 @dataclass(frozen=True)
 class Conversation:
-  """Messages with role and content."""
+  """Messages with role and content. untrained: the numbers of the assistant's messages that must not be trained."""
 
   messages: tuple[dict[str, str], ...]
+  untrained: frozenset[int] = frozenset()
 
   def __len__(self) -> int:
     """Characters, and one for each message: 0 only without messages."""
     return sum(1 + len(message["content"]) for message in self.messages)
 
 
+class LongText:
+  """A text that is read in parts, so that a file larger than the memory can be tokenised."""
+
+  def __init__(self, size: int, parts: Iterator[str]) -> None:
+    """size: bytes."""
+    self._size, self.parts = size, parts
+
+  def __len__(self) -> int:
+    """Bytes."""
+    return self._size
+
+  def head(self, characters: int) -> str:
+    """The beginning of the text. The rest can then no longer be read."""
+    return "".join(itertools.islice(itertools.chain.from_iterable(self.parts), characters))
+
+
 # A text, the integer token ids [n] of a document that is tokenised already, or a conversation.
-Document: TypeAlias = str | np.ndarray | Conversation
-KINDS = {str: "text", np.ndarray: "token ids", Conversation: "conversations"}
+Document: TypeAlias = str | LongText | np.ndarray | Conversation
+KINDS = {str: "text", LongText: "text", np.ndarray: "token ids", Conversation: "conversations"}
+JSON_OF_MESSAGES = "texts that are JSON of messages"
+
+
+def _is_json_of_messages(text: str) -> bool:
+  """Whether a text is JSON of a list of messages."""
+  try:
+    found = json.loads(text) if text.lstrip().startswith("[") else None
+  except (ValueError, RecursionError):
+    return False
+  return isinstance(found, list) and bool(found) and all(isinstance(one, dict) and "content" in one for one in found)
 
 
 @dataclass(frozen=True)
@@ -80,6 +110,10 @@ class BadRecords:
     self._log(f"Bad record {self.count} of at most {self._limit} is skipped: {bad.message}")
 
 
+def nothing_to_check() -> None:
+  """`Documents.check` of most formats."""
+
+
 @dataclass(frozen=True)
 class Documents:
   """The documents of one split of a dataset."""
@@ -89,10 +123,12 @@ class Documents:
   pieces: Sequence[Piece]
   read: Callable[[Piece], Iterator[Document | BadRecord]]
   """Yields the documents of a piece in order. Raises ConfigError, naming the file, if it cannot be read at all."""
-  digest: Callable[[], str]
-  """Identity of the documents and their order: 64 hex digits."""
+  format: str
+  """What decides, with the bytes of the files, which documents they have: format and column."""
   cut: Callable[[Piece, int], list[Piece]]
   """The piece in parts of about `limit` bytes that hold whole documents, where the format allows it."""
+  check: Callable[[], None] = nothing_to_check
+  """Raises ConfigError for files that are broken at first sight."""
   left_out: str = ""
   """What is at the given places and is not read, for the log."""
 
@@ -101,32 +137,71 @@ class Documents:
     """Bytes of all pieces."""
     return sum(piece.size for piece in self.pieces)
 
-  def valid(self, bad: BadRecords) -> Iterator[tuple[str, Document]]:
+  def valid(self, bad: BadRecords, hashes: list[str] | None = None) -> Iterator[tuple[str, Document]]:
     """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.
 
-    Raises ConfigError if the documents are of several kinds, or there are too many bad records.
+    hashes: gets a hash of the documents of each piece, when all of them have been read. Raises ConfigError if the
+    documents are of several kinds, or there are too many bad records.
     """
-    kind: type | None = None
+    kind = ""
     for piece in self.pieces:
+      content = hashlib.sha256()
       for number, document in enumerate(self.read(piece), 1):
         if isinstance(document, BadRecord):
           bad.add(document)
+          content.update(f"bad {document.count}".encode())
           continue
         if not len(document):
           continue
-        kind = kind or type(document)
-        if not isinstance(document, kind):
+        kind = kind or KINDS[type(document)]
+        if KINDS[type(document)] != kind:
           raise ConfigError(
             f"{place(piece, number)} is {KINDS[type(document)]}, and documents before it are not. Give documents of "
             "one kind."
           )
+        if isinstance(document, LongText):
+          document = LongText(len(document), _hashed(document.parts, content))
+        else:
+          _add(content, document)
         yield place(piece, number), document
+        if isinstance(document, LongText):
+          collections.deque(document.parts, 0)  # whoever needed only its beginning
+      if hashes is not None:
+        hashes.append(content.hexdigest())
 
   def kind(self, max_bad_records: int) -> str:
-    """Of KINDS, that of the first document. Raises ConfigError without a document, or if too many are bad before it."""
+    """Of KINDS, or JSON_OF_MESSAGES, that of the first document.
+
+    Raises ConfigError without a document, or if too many are bad before it.
+    """
     for _, document in self.valid(BadRecords(max_bad_records)):
-      return KINDS[type(document)]
+      is_json = isinstance(document, str) and _is_json_of_messages(document)
+      return JSON_OF_MESSAGES if is_json else KINDS[type(document)]
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+
+def _add(content: Any, document: str | np.ndarray | Conversation) -> None:
+  """Adds a document to a hash, so that two sequences of documents have the same hash only if they are equal."""
+  match document:
+    case str():
+      data = document.encode("utf-8", "surrogatepass")
+    case Conversation():
+      data = json.dumps([document.messages, sorted(document.untrained)], sort_keys=True).encode()
+    case _:
+      data = document.astype("<i8").tobytes()
+  content.update(data)
+  content.update(b"%b %d" % (KINDS[type(document)].encode(), len(data)))
+
+
+def _hashed(parts: Iterator[str], content: Any) -> Iterator[str]:
+  """Yields the parts, and adds their text to a hash as `_add` does."""
+  size = 0
+  for part in parts:
+    data = part.encode()
+    size += len(data)
+    content.update(data)
+    yield part
+  content.update(b"text %d" % size)
 
 
 def place(piece: Piece, number: int) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from input_pipeline import array_record, cache, prepare, prepared, windows, workers
+from input_pipeline import array_record, cache, contents, prepare, prepared, windows, workers
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.documents import BadRecord, BadRecords, Documents, Piece
 from input_pipeline.errors import ConfigError
@@ -138,7 +138,9 @@ def open_source(
   """
   if documents is None:
     raise ConfigError("There are no evaluation data. Set grain_eval_files, or eval_steps=0 eval_interval=-1.")
-  digest, length = documents.digest(), cfg.max_target_length
+  read = lambda: contents.hash_of(documents.format, contents.of_files(documents.pieces))
+  digest = contents.Stamps([documents]).remembered(cfg.dataset_cache_directory, "files", read, log)
+  length = cfg.max_target_length
   key = f"in-place-2 {digest} length={length} vocab={vocab_size}"
   counts, found = _records(cfg, documents, key if cfg.max_bad_records else digest, vocab_size, log, call)
   if sum(counts) < max(1, min_examples):

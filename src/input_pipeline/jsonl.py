@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from input_pipeline import conversations, packages
+from input_pipeline import conversations, first_bytes, packages
 from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 from input_pipeline.errors import ConfigError
 
@@ -39,7 +39,12 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
   """The document in a line of a piece. `number`: of the line, from 1."""
   try:
     return value(line, column)
+  except conversations.ConversationError as error:
+    number += line_number(piece.path, piece.start) - 1 if piece.start else 0
+    return BadRecord(f"{piece.path}:{number}: {error}.")
   except ValueError as error:
+    if number == 1 and not piece.start and (known := first_bytes.problem(line[:512], lines=True)):
+      return BadRecord(f"{piece.path} cannot be read as JSONL. {known}.")
     number += line_number(piece.path, piece.start) - 1 if piece.start else 0
     remedy = f'Every line must be like {{"{column}": "..."}}, {{"{column}": [1, 2, 3]}} or'
     remedy += (
@@ -75,7 +80,7 @@ def value(line: bytes, column: str) -> Document:
     record = json.loads(line)
   except RecursionError:
     raise ValueError("nested too deep") from None
-  found = _field(record, column)
+  found, beside = _field(record, column), _beside(record, column)
   if found is None:
     return ""
   if isinstance(found, str):
@@ -83,7 +88,7 @@ def value(line: bytes, column: str) -> Document:
   if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
     return np.array(found, np.int64)
   if isinstance(found, list) and any(isinstance(part, dict) for part in found):
-    return conversations.parse(found)
+    return conversations.parse(found, beside)
   raise ValueError(f'no field "{column}" with a string, a list of integers or a list of messages')
 
 
@@ -97,6 +102,14 @@ def _field(record: Any, column: str) -> Any:
   if not rest or head not in record:
     return _ABSENT
   return None if record[head] is None else _field(record[head], rest)
+
+
+def _beside(record: Any, column: str) -> dict[str, Any]:
+  """The mapping that has the field `column`."""
+  if isinstance(record, dict) and column not in record and "." in column:
+    head, _, rest = column.partition(".")
+    return _beside(record.get(head), rest)
+  return record if isinstance(record, dict) else {}
 
 
 def _suffix(piece: Piece) -> str:

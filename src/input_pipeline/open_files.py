@@ -1,4 +1,4 @@
-"""Files that share the number of files that the process may have open: the last used ones are open."""
+"""An LRU cache of open files that stays below the descriptor limit of the process."""
 
 from __future__ import annotations
 

@@ -50,10 +50,10 @@ class DataOptions(BaseModel):
   evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay
   as they are. Lists of messages with role and content (JSONL, Parquet, hf) are conversations."""
   train_on: Literal["assistant", "all"] = "assistant"
-  """Of conversations. assistant: only what the assistant says has weight 1 in the loss, with the token that ends its
-  turn. all: every token."""
+  """For conversations: which tokens are trained (weight 1 in the loss). assistant: what the assistant says, with the
+  token that ends its turn. all: every token."""
   chat_template_path: str = ""
-  """Of conversations: a file with a Jinja template, a folder that has one, or chatml. Empty: the template beside
+  """For conversations: a file with a Jinja template, a folder that has one, or chatml. Default: the template beside
   tokenizer_path (chat_template.jinja, or chat_template in tokenizer_config.json)."""
   train_split: str = "train"
   """dataset_type=tfds or hf: name of the split to train on."""
@@ -78,10 +78,10 @@ class DataOptions(BaseModel):
   tokenizer_path: str = ""
   """tokenizer_type=bpe: a tokenizers JSON file, or a local folder with tokenizer.json. Empty: train a tokenizer."""
   bos_token: str = ""
-  """Special token of tokenizer_path that begins a document; none: no token. Empty: that of its template, or
+  """Special token of tokenizer_path that begins a document; none: no token. Default: the token of its template, or
   <|begin_of_text|>, <s> or <bos> if it is special, or no token."""
   eos_token: str = ""
-  """Special token of tokenizer_path that ends a document. Empty: that of its template, or <|end_of_text|>,
+  """Special token of tokenizer_path that ends a document. Default: the token of its template, or <|end_of_text|>,
   <|endoftext|>, </s> or <eos> if it is special."""
   max_target_length: int = Field(1024, ge=1, le=2**27)
   """T: tokens of one training example."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -12,9 +13,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from input_pipeline import best_fit, cache, conversations, store, windows
+from input_pipeline import best_fit, cache, contents, conversations, store, windows
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents
+from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents, LongText
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.progress import tell
 from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
@@ -26,6 +27,7 @@ PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.s
 # Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
 _GROUP = 2_000_000
 _REPORT_SECONDS = 10
+_NONE = np.zeros(0, np.int32)
 
 Group: TypeAlias = list[tuple[str, Document]]  # places for messages, and documents
 
@@ -34,15 +36,14 @@ def build(
   folder: Path,
   log: cache.Log,
   *,
-  key: str,
   splits: Mapping[str, Documents],
   tokenizer: Tokenizer | None,
   vocab_size: int,
   length: int,
   packing: str,
   max_bad_records: int,
-) -> None:
-  """Fills `folder` with one file of windows for each split, and meta.json.
+) -> dict[str, str]:
+  """Fills `folder` with one file of windows for each split, and meta.json. Returns the identity of each split.
 
   `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
   Raises ConfigError if a document cannot be read or has other tokens.
@@ -52,16 +53,19 @@ def build(
     tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}
   counts: dict[str, np.ndarray] = {}
+  digests: dict[str, str] = {}
   for split, documents in splits.items():
     work = f"Tokenizing ({tokenizer.name})" if tokenizer else "Packing tokens of"
     log(f"{work} {documents.size / 1e6:.1f} MB from {documents.name} for {split}")
     counts[split] = np.zeros(vocab_size, np.int64)
     bad = BadRecords(max_bad_records, tell)  # `log` gets all of them when the data are opened
     lost = Lost()
-    some = _reported(groups(documents, _GROUP, bad), documents.name)
+    hashes: list[str] = []
+    some = _reported(groups(documents, _GROUP, bad, hashes), documents.name)
     cut = packed(packing, tokenizer)(token_groups(some, tokenizer, vocab_size, bad, lost), length)
     path = folder / file_name(split)
     count = store.write(path, (windows.pack(window, np.dtype(dtype)) for window in _counted(cut, counts[split])))
+    digests[split] = contents.identity(documents, hashes)
     known[split] = {"windows": count, "targets": int(counts[split].sum())}
     if bad.count:
       known[split]["bad"] = {"records": bad.count, "messages": bad.messages}
@@ -71,7 +75,7 @@ def build(
       known[split]["chats"] = list(lost.chats.lines())
   meta = {
     "format": FORMAT,
-    "key": key,
+    "key": contents.hash_of(FORMAT, digests, tokenizer.fingerprint if tokenizer else vocab_size, length, packing),
     "length": length,
     "dtype": dtype,
     "tokenizer": tokenizer.fingerprint if tokenizer else None,
@@ -81,11 +85,12 @@ def build(
     "unigram_eval_loss": _cross_entropy(counts["eval"], counts["train"] + 1) if len(counts) == 2 else None,
   }
   (folder / META).write_text(json.dumps(meta, indent=2))
+  return digests
 
 
 def packed(
   packing: str, tokenizer: Tokenizer | None
-) -> Callable[[Iterable[Sequence[np.ndarray]], int], Iterator[windows.Window]]:
+) -> Callable[[Iterable[windows.Group], int], Iterator[windows.Window]]:
   """The function that packs documents. Conversations are never cut, so packing=split packs whole ones."""
   is_chat = isinstance(tokenizer, ChatTokenizer) and packing == "split"
   return PACKINGS["best_fit" if is_chat else packing]
@@ -116,7 +121,7 @@ class Lost:
 
 def token_groups(
   groups: Iterable[Group], tokenizer: Tokenizer | None, vocab_size: int, bad: BadRecords, lost: Lost | None = None
-) -> Iterator[list[np.ndarray]]:
+) -> Iterator[windows.Group]:
   """Yields the documents of `groups` as int32 ids, in groups.
 
   A text becomes bos (if the tokenizer has it), the ids of the text, eos. Tokens stay as they are. Texts that the
@@ -131,7 +136,12 @@ def token_groups(
     if tokenizer is not None:
       begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
       head, end = np.array(begin, np.int32), np.array([tokenizer.eos_id], np.int32)
-      yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost)]
+      if len(group) == 1 and isinstance(text := group[0][1], LongText):
+        parts = _ids_of_long_text(group[0][0], text, tokenizer, bad, lost)
+        if (first := next(parts, None)) is not None:
+          yield [windows.LongTokens(itertools.chain([head, first], parts, [end]))]
+      else:
+        yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost)]
       continue
     finished = []
     for place, ids in group:
@@ -155,11 +165,45 @@ def _ids_of_texts(group: Group, tokenizer: Tokenizer, bad: BadRecords, lost: Los
     if isinstance(ids, ConfigError):
       bad.add(BadRecord(f"{place}: {ids}"))
     elif not len(ids) and text.strip():
-      some = f"any of its {len(text):,} characters ({shorten(text.strip())!r})"
-      bad.add(BadRecord(f"{place}: the tokenizer has no token for {some}. {COMPLETE}."))
+      bad.add(_without_tokens(place, text, len(text)))
     else:
       lost.add(tokenizer, text, ids)
       yield ids
+
+
+def _ids_of_long_text(
+  place: str, text: LongText, tokenizer: Tokenizer, bad: BadRecords, lost: Lost
+) -> Iterator[np.ndarray]:
+  """Yields the ids of a long text in parts; nothing if the tokenizer cannot represent any of it.
+
+  Raises ConfigError if the tokenizer fails: the text cannot be skipped, because its beginning has been used.
+  """
+  beginning, size, found = "", 0, False
+
+  def counted() -> Iterator[str]:
+    nonlocal beginning, size
+    for part in text.parts:
+      lost.add(tokenizer, part, _NONE)
+      beginning, size = beginning or part.strip(), size + len(part)
+      yield part
+
+  try:
+    for ids in tokenizer.encode_parts(counted()):
+      if len(ids):
+        found = True
+        lost.add(tokenizer, "", ids)
+        yield ids
+  except ConfigError as error:
+    raise ConfigError(f"{place}: {error}") from error
+  if beginning and not found:
+    bad.add(_without_tokens(place, beginning, size))
+  elif not found:
+    yield _NONE
+
+
+def _without_tokens(place: str, text: str, size: int) -> BadRecord:
+  some = f"any of its {size:,} characters ({shorten(text.strip())!r})"
+  return BadRecord(f"{place}: the tokenizer has no token for {some}. {COMPLETE}.")
 
 
 def _of_conversations(group: Group, tokenizer: ChatTokenizer, bad: BadRecords, lost: Lost) -> Iterator[np.ndarray]:
@@ -192,14 +236,18 @@ def checked(ids: np.ndarray, vocab_size: int) -> np.ndarray:
   return ids.astype(np.int32)
 
 
-def groups(documents: Documents, characters: int, bad: BadRecords) -> Iterator[Group]:
-  """Yields the documents in lists of about so many characters or tokens. Bad records are added to `bad`."""
+def groups(documents: Documents, characters: int, bad: BadRecords, hashes: list[str] | None = None) -> Iterator[Group]:
+  """Yields the documents in lists of about so many characters or tokens, a long text alone. Bad records are added to
+  `bad`, hashes of the documents of each piece to `hashes`."""
   group: Group = []
   size = 0
-  for place, document in documents.valid(bad):
+  for place, document in documents.valid(bad, hashes):
+    if isinstance(document, LongText) and group:
+      yield group
+      group, size = [], 0
     group.append((place, document))
     size += len(document)
-    if size >= characters:
+    if size >= characters or isinstance(document, LongText):
       yield group
       group, size = [], 0
   yield group

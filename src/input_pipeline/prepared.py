@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from input_pipeline import cache, chat_template, prepare, store, windows, workers
+from input_pipeline import cache, chat_template, contents, prepare, store, windows, workers
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.documents import BadRecords, Documents
+from input_pipeline.documents import JSON_OF_MESSAGES, BadRecords, Documents, LongText
 from input_pipeline.errors import ConfigError
 from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
@@ -28,6 +27,8 @@ if TYPE_CHECKING:
 # Characters to train a tokenizer on. All 12 MB of the standard library would save 2 % of the tokens, but take long.
 _SAMPLE = 3_000_000
 _SAMPLE_OF_DOCUMENT = 100_000
+_CHAT_COLUMNS = ("messages", "conversations", "conversation", "chat", "dialog", "dialogue")
+_DIGESTS = "digests"  # what `contents.Stamps` keeps: {split: identity}
 _EVAL_KEYS = {
   "text": "Set eval_fraction or eval_dataset_path",
   "grain": "Set grain_eval_files",
@@ -50,7 +51,7 @@ class PreparedSource(Source):
     self.has_eval = meta["splits"].get("eval", {"targets": 0})["targets"] > 0
     bad = meta["splits"][split].get("bad", {"records": 0, "messages": []})
     self.bad_records = bad["records"]
-    self._bad = f" bad={_hash(bad['messages'])}" if self.bad_records else ""
+    self._bad = f" bad={contents.hash_of(bad['messages'])}" if self.bad_records else ""
     self._meta = meta
     self._split = split
     opened = partial(store.Records, folder / prepare.file_name(split), meta["splits"][split]["windows"])
@@ -87,7 +88,7 @@ def check(cfg: DataOptions, splits: Mapping[str, Documents], vocab_size: int, ca
   A check of seconds, before devices are used: a missing package, a wrong column or type, a tokenizer with more ids than
   `vocab_size`. `splits`: {} for text, whose files have been checked with the configuration.
   """
-  kinds = {_kind(cfg, documents, documents.digest(), call) for documents in splits.values()}
+  kinds = {_kind(cfg, documents, call) for documents in splits.values()}
   if cfg.dataset_type == "text" or kinds - {"token ids"}:
     tokenizer = _given_tokenizer(cfg)
     _require_fit(tokenizer, vocab_size)
@@ -181,43 +182,50 @@ def prepared(
   tokenizer: of text, instead of the configured one. The result's is None if the documents are tokens. Raises
   ConfigError if the documents cannot be read, or the tokenizer has more than `vocab_size` ids.
   """
-  digests = digests_of(splits)
-  tokenizer = tokenizer_of(cfg, splits, digests, vocab_size=vocab_size, log=log, call=call, given=tokenizer)
+  tokenizer = tokenizer_of(cfg, splits, vocab_size=vocab_size, log=log, call=call, given=tokenizer)
   # The model's vocabulary matters only for tokens that are given. Text has the ids of its tokenizer.
   ids = tokenizer.vocab_size if tokenizer else vocab_size
-  length, packing = cfg.max_target_length, cfg.packing
-  key = _hash(prepare.FORMAT, digests, tokenizer.fingerprint if tokenizer else ids, length, packing)
+  settings = [prepare.FORMAT, tokenizer.fingerprint if tokenizer else ids, cfg.max_target_length, cfg.packing]
+  like = f"corpus-{contents.hash_of(*settings, {split: contents.names(one) for split, one in splits.items()})[:16]}"
+  stamps, directory = contents.Stamps(splits.values()), cfg.dataset_cache_directory
+  name_of = lambda digests: f"{like}-{contents.hash_of(digests)[:32]}"
 
-  def build(folder: Path) -> None:
+  digests: dict[str, str] | None = None
+
+  def find() -> str | None:
+    nonlocal digests
+    digests = digests or stamps.recall(directory, _DIGESTS)
+    if digests is None and any(Path(directory).expanduser().glob(f"{like}-*")):
+      work = partial(contents.read_all, splits, cfg.max_bad_records)
+      digests = call(work, f"it read {next(iter(splits.values())).name}")
+      stamps.keep(directory, _DIGESTS, digests, log)
+    return name_of(digests) if digests else None
+
+  def build(folder: Path) -> str:
+    nonlocal digests
     work = partial(
       prepare.build,
       folder,
-      key=key,
       splits=splits,
       tokenizer=tokenizer,
       vocab_size=ids,
-      length=length,
-      packing=packing,
+      length=cfg.max_target_length,
+      packing=cfg.packing,
       max_bad_records=cfg.max_bad_records,
     )
-    call(work, f"it prepared {next(iter(splits.values())).name}", log)
-    if digests_of(splits) != digests:  # the cache must not keep them under the name of other files
+    digests = call(work, f"it prepared {next(iter(splits.values())).name}", log)
+    if contents.Stamps(splits.values()).key != stamps.key:
       names = ", ".join(documents.name for documents in splits.values())
       raise ConfigError(f"Files of {names} have changed while they were read. Start again when they are complete.")
+    stamps.keep(directory, _DIGESTS, digests, log)
+    return name_of(digests)
 
-  folder = cache.entry(cfg.dataset_cache_directory, f"corpus-{key[:32]}", build=build, fault=prepare.fault, log=log)
-  return folder, tokenizer
-
-
-def digests_of(splits: Mapping[str, Documents]) -> dict[str, str]:
-  """{split: identity of its documents}. Reads all text, so call it once."""
-  return {split: documents.digest() for split, documents in splits.items()}
+  return cache.found(directory, like, find=find, build=build, fault=prepare.fault, log=log), tokenizer
 
 
 def tokenizer_of(
   cfg: DataOptions,
   splits: Mapping[str, Documents],
-  digests: Mapping[str, str],
   *,
   vocab_size: int,
   log: cache.Log,
@@ -228,7 +236,7 @@ def tokenizer_of(
 
   Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
   """
-  kinds = {split: _kind(cfg, documents, digests[split], call) for split, documents in splits.items()}
+  kinds = {split: _kind(cfg, documents, call) for split, documents in splits.items()}
   if len(set(kinds.values())) > 1:
     found = ", ".join(f"{split}: {kind}" for split, kind in kinds.items())
     raise ConfigError(f"The splits of a dataset must have the same kind of documents ({found}). Give other files.")
@@ -239,7 +247,7 @@ def tokenizer_of(
   if kinds[first] == "conversations":
     tokenizer = given if base is not given else _chat_tokenizer(cfg, base or _given_tokenizer(cfg))
   else:
-    tokenizer = base or _tokenizer(cfg, vocab_size, splits[first], digests[first], log, call)
+    tokenizer = base or _tokenizer(cfg, vocab_size, splits[first], log, call)
   _require_fit(tokenizer, vocab_size)
   return tokenizer
 
@@ -257,7 +265,7 @@ def _chat_tokenizer(cfg: DataOptions, tokenizer: Tokenizer | None) -> ChatTokeni
   return chat
 
 
-def _kind(cfg: DataOptions, documents: Documents, digest: str, call: workers.Call) -> str:
+def _kind(cfg: DataOptions, documents: Documents, call: workers.Call) -> str:
   """What the documents are, of `documents.KINDS`.
 
   The cache remembers it, because reading even one document may load a large library.
@@ -265,12 +273,19 @@ def _kind(cfg: DataOptions, documents: Documents, digest: str, call: workers.Cal
   if cfg.dataset_type == "text":
     return "text"
 
-  def read() -> dict[str, str]:
-    return {"kind": call(partial(documents.kind, cfg.max_bad_records), f"it read {documents.name}")}
+  def read() -> str:
+    documents.check()
+    return call(partial(documents.kind, cfg.max_bad_records), f"it read {documents.name}")
 
-  name = f"kind-{digest[:32]}"
-  found = cache.value(cfg.dataset_cache_directory, name, "kind.json", compute=read, log=tell)
-  return found["kind"]
+  kind = contents.Stamps([documents]).remembered(cfg.dataset_cache_directory, "kind", read, tell)
+  if kind != JSON_OF_MESSAGES:
+    return kind
+  if cfg.chat_template_path or cfg.train_data_columns.rpartition(".")[2] in _CHAT_COLUMNS:
+    raise ConfigError(
+      f"train_data_columns={cfg.train_data_columns}: in {documents.name} it has texts that are JSON of messages, which "
+      "would be trained on as texts.\nWrite lists of messages instead, for example with json.loads of each record."
+    )
+  return "text"
 
 
 def _require_fit(tokenizer: Tokenizer | None, vocab_size: int) -> None:
@@ -290,7 +305,7 @@ def _given_tokenizer(cfg: DataOptions) -> Tokenizer | None:
 
 
 def _tokenizer(
-  cfg: DataOptions, vocab_size: int, documents: Documents, digest: str, log: cache.Log, call: workers.Call
+  cfg: DataOptions, vocab_size: int, documents: Documents, log: cache.Log, call: workers.Call
 ) -> Tokenizer:
   """The configured tokenizer. Trains a BPE on `documents` if no file is given and the cache does not have it."""
   if given := _given_tokenizer(cfg):
@@ -309,7 +324,9 @@ def _tokenizer(
       return str(error)
     return None
 
-  name = f"tokenizer-{_hash(prepare.FORMAT, digest, vocab_size, _SAMPLE)[:32]}"
+  read = lambda: call(partial(_hash_of_sample, documents, cfg.max_bad_records), f"it read {documents.name}")
+  sample = contents.Stamps([documents]).remembered(cfg.dataset_cache_directory, "sample", read, log)
+  name = f"tokenizer-{contents.hash_of(prepare.FORMAT, sample, vocab_size)[:32]}"
   folder = cache.entry(cfg.dataset_cache_directory, name, build=build, fault=fault, log=log)
   return load_bpe(str(folder / "tokenizer.json"))
 
@@ -319,17 +336,20 @@ def _train(documents: Documents, max_bad_records: int, vocab_size: int) -> str:
   return train_bpe(_sample(documents, BadRecords(max_bad_records)), vocab_size)
 
 
+def _hash_of_sample(documents: Documents, max_bad_records: int) -> str:
+  """64 hex digits of what a tokenizer is trained on."""
+  return contents.hash_of(list(_sample(documents, BadRecords(max_bad_records))))
+
+
 def _sample(documents: Documents, bad: BadRecords) -> Iterator[str]:
   """Yields beginnings of texts, about _SAMPLE characters in total, from files in the order of a hash."""
   left = _SAMPLE
-  in_order_of_hash = sorted(documents.pieces, key=lambda piece: _hash(piece.name))
+  in_order_of_hash = sorted(documents.pieces, key=lambda piece: contents.hash_of(piece.name))
   for _, document in dataclasses.replace(documents, pieces=in_order_of_hash).valid(bad):
-    assert isinstance(document, str), "a tokenizer learns from text"
-    yield document[: min(left, _SAMPLE_OF_DOCUMENT)]
-    left -= min(len(document), _SAMPLE_OF_DOCUMENT)
+    assert isinstance(document, str | LongText), "a tokenizer learns from text"
+    most = min(left, _SAMPLE_OF_DOCUMENT)
+    text = document[:most] if isinstance(document, str) else document.head(most)
+    yield text
+    left -= len(text)
     if left <= 0:
       return
-
-
-def _hash(*parts: Any) -> str:
-  return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

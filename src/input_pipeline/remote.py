@@ -17,6 +17,8 @@ from input_pipeline.folders import LeftOut, is_set_aside, literal, matches
 # Bytes of a request. At 50 ms per request this is above 100 MB/s, and a tokenizer needs less.
 _BLOCK = 2**23
 _RANGES = 256  # that are requested at a time
+# What stores say about an object that changes with its content, the best first.
+_VERSIONS = ("generation", "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class RemoteFile:
 
   address: str
   size: int  # bytes
+  version: str = ""  # which changes with the content; "": the store names none
 
   def __str__(self) -> str:
     return self.address
@@ -156,7 +159,7 @@ def _matches(system: Any, path: str, left: LeftOut) -> Iterator[dict[str, Any]]:
 def _files(system: Any, match: dict[str, Any], names: Sequence[str], left: LeftOut) -> Iterator[RemoteFile]:
   """Yields the files of a match: the file itself, or the files of a folder."""
   if match["type"] != "directory":
-    yield RemoteFile(system.unstrip_protocol(match["name"]), _size(match))
+    yield _file(system, match["name"], match)
     return
   folder = match["name"].rstrip("/")
   for path, info in system.find(folder, detail=True).items():
@@ -166,9 +169,14 @@ def _files(system: Any, match: dict[str, Any], names: Sequence[str], left: LeftO
     if is_set_aside(inside.split("/")):
       left.add_underscore(system.unstrip_protocol(path))
     elif matches(posixpath.basename(path), names):
-      yield RemoteFile(system.unstrip_protocol(path), _size(info))
+      yield _file(system, path, info)
     else:
       left.add_file(path, system.unstrip_protocol(path))
+
+
+def _file(system: Any, path: str, info: dict[str, Any]) -> RemoteFile:
+  version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
+  return RemoteFile(system.unstrip_protocol(path), _size(info), version)
 
 
 def _hidden(path: str) -> set[str]:

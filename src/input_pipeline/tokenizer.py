@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from input_pipeline import long_text, remote
+from input_pipeline import first_bytes, long_text, remote
 from input_pipeline.errors import ConfigError
 
 _FILE = "tokenizer.json"  # of a folder
@@ -51,6 +51,10 @@ class Tokenizer(Protocol):
     """The ids of each text, int32, computed on several cores if the tokenizer can."""
     ...
 
+  def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yields the ids of a text that comes in parts, in parts of another length."""
+    ...
+
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     """(how many of the `ids` of `text` mean unknown text, how many of its characters have no id)."""
     ...
@@ -76,6 +80,9 @@ class ByteTokenizer:
 
   def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
     return [np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.int32) for text in texts]
+
+  def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+    return (ids for part in parts for ids in self.encode_batch([part]))
 
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     return 0, 0
@@ -139,9 +146,15 @@ class BpeTokenizer:
     with _naming_failures():
       encoded = iter(self._tokenizer.encode_batch_fast(short, add_special_tokens=False))
       return [
-        long_text.encode(self._tokenizer, encodable(text)) if long else np.array(next(encoded).ids, np.int32)
+        np.concatenate([*long_text.encode(self._tokenizer, [encodable(text)])])
+        if long
+        else np.array(next(encoded).ids, np.int32)
         for text, long in zip(texts, is_long)
       ]
+
+  def encode_parts(self, parts: Iterable[str]) -> Iterator[np.ndarray]:
+    with _naming_failures():
+      yield from long_text.encode(self._tokenizer, map(encodable, parts))
 
   def lost(self, text: str, ids: np.ndarray) -> tuple[int, int]:
     if self._unknown is not None:
@@ -295,10 +308,12 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> str:
 
 def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenizer:
   """The tokenizer in a tokenizers JSON file. Raises ConfigError with the path if it cannot be read."""
+  content = b""
   try:
-    return BpeTokenizer(_read(path).decode("utf-8-sig"), bos_token, eos_token)
+    content = _read(path)
+    return BpeTokenizer(content.decode("utf-8-sig"), bos_token, eos_token)
   except (OSError, ValueError) as error:
-    raise ConfigError(f"tokenizer_path={path}: {error}") from error
+    raise ConfigError(f"tokenizer_path={path}: {first_bytes.problem(content[:512]) or error}") from error
 
 
 def _read(path: str) -> bytes:

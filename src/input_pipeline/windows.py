@@ -6,8 +6,10 @@ token, so that each token of the stream except the first is the target of exactl
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -21,13 +23,50 @@ class Window(NamedTuple):
   starts: np.ndarray  # [boundaries] int64: offsets in 1..n at which a document begins, ascending
 
 
-def split(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
-  """Yields the windows of T = `length` inputs of all documents joined. A group is a list of non-empty documents."""
-  rest, rest_starts = np.zeros(0, np.int32), np.zeros(0, np.int64)
+class LongTokens:
+  """The tokens of a long document, read once in parts. Its length is the number of those that have been read."""
+
+  def __init__(self, parts: Iterator[np.ndarray]) -> None:
+    self._parts, self._count = parts, 0
+
+  def __iter__(self) -> Iterator[np.ndarray]:
+    for part in self._parts:
+      self._count += len(part)
+      yield part
+
+  def __len__(self) -> int:
+    return self._count
+
+  def whole(self) -> np.ndarray:
+    """All tokens [n]."""
+    return np.concatenate(list(self))
+
+
+Group: TypeAlias = Sequence[np.ndarray | LongTokens]
+"""Documents that are not empty."""
+
+
+def _runs(groups: Iterable[Group]) -> Iterator[tuple[list[np.ndarray], list[bool]]]:
+  """Yields (arrays, whether a document begins with each): the documents of a group, or a part of a long document."""
   for group in groups:
-    lengths = [len(rest)] + [len(document) for document in group]
-    starts = np.concatenate([rest_starts, np.cumsum(lengths)[:-1]])
-    stream = np.concatenate([rest, *group])
+    arrays: list[np.ndarray] = []
+    for document in group:
+      if isinstance(document, np.ndarray):
+        arrays.append(document)
+        continue
+      yield arrays, [True] * len(arrays)
+      yield from (([part], [not i]) for i, part in enumerate(document))
+      arrays = []
+    yield arrays, [True] * len(arrays)
+
+
+def split(groups: Iterable[Group], length: int) -> Iterator[Window]:
+  """Yields the windows of T = `length` inputs of all documents joined."""
+  rest, rest_starts = np.zeros(0, np.int32), np.zeros(0, np.int64)
+  for arrays, begins in _runs(groups):
+    lengths = [len(rest)] + [len(array) for array in arrays]
+    starts = np.concatenate([rest_starts, np.cumsum(lengths)[:-1][begins]])
+    stream = np.concatenate([rest, *arrays])
     place = 0
     while place + length < len(stream):
       first, last = np.searchsorted(starts, [place, place + length], side="right")
@@ -38,12 +77,28 @@ def split(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Windo
     yield Window(rest, rest_starts)
 
 
-def single(groups: Iterable[Sequence[np.ndarray]], length: int) -> Iterator[Window]:
+def single(groups: Iterable[Group], length: int) -> Iterator[Window]:
   """Yields a window for each document: its first T + 1 tokens. A document of one token has no target and no window."""
-  for group in groups:
-    for document in group:
-      if len(document) > 1:
-        yield Window(document[: length + 1], np.zeros(0, np.int64))
+  for document in itertools.chain.from_iterable(groups):
+    pieces = pieces_of(document, length)
+    if (first := next(pieces, None)) is not None:
+      yield Window(first, np.zeros(0, np.int64))
+    collections.deque(pieces, 0)  # the whole document is read, also the part that is not used
+
+
+def pieces_of(document: np.ndarray | LongTokens, length: int) -> Iterator[np.ndarray]:
+  """Yields the document in pieces of `length` + 1 tokens, of which the last one may be shorter. Neighbours overlap by
+  one token, so that each token except the first is a target once. No piece of a document of one token."""
+  rest = np.zeros(0, np.int32)
+  for part in [document] if isinstance(document, np.ndarray) else document:
+    rest = np.concatenate([rest, part]) if len(rest) else part
+    place = 0
+    while place + length < len(rest):
+      yield rest[place : place + length + 1]
+      place += length
+    rest = rest[place:]
+  if len(rest) > 1:
+    yield rest
 
 
 def example(window: Window, length: int) -> Example:

@@ -10,7 +10,7 @@ import re
 import numpy
 import pytest
 
-from input_pipeline import corpus, datasets
+from input_pipeline import contents, corpus, datasets
 from input_pipeline.documents import BadRecords, Documents
 from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
@@ -28,8 +28,12 @@ def names(pieces) -> list[str]:
 
 
 def texts(pieces) -> list[str]:
-  documents = Documents("", pieces, corpus.documents, lambda: "", corpus.cut_documents)
+  documents = Documents("", pieces, corpus.documents, "text", corpus.cut_documents)
   return [text for _, text in documents.valid(BadRecords(0))]
+
+
+def digest(pieces) -> str:
+  return contents.read(Documents("", pieces, corpus.documents, "text", corpus.cut_documents), 0)
 
 
 def test_files_in_the_order_of_their_names(tmp_path):
@@ -87,7 +91,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
   pieces = corpus.find("", str(tmp_path))
   for piece in pieces:
     piece.path.unlink()
-    for read in (lambda piece: texts([piece]), lambda piece: corpus.digest([piece])):
+    for read in (lambda piece: texts([piece]), lambda piece: digest([piece])):
       with pytest.raises(ConfigError, match=rf"{piece.name} cannot be read \(No such file or directory\)"):
         read(piece)
     with pytest.raises(ConfigError, match=f"{piece.name} cannot be read"):
@@ -266,8 +270,8 @@ def test_digest_sees_names_and_contents_but_not_the_place(tmp_path):
   digests = []
   for number, variant in enumerate(variants):
     write(tmp_path / str(number), variant)
-    digests.append(corpus.digest(corpus.find("", str(tmp_path / str(number)))))
+    digests.append(digest(corpus.find("", str(tmp_path / str(number)))))
   assert digests[0] == digests[1]
   assert len(set(digests)) == len(variants) - 1
   os.utime(tmp_path / "0" / "a.txt", (1, 1))
-  assert corpus.digest(corpus.find("", str(tmp_path / "0"))) == digests[0]
+  assert digest(corpus.find("", str(tmp_path / "0"))) == digests[0]

@@ -462,8 +462,8 @@ def test_racing_processes_tokenise_once_and_agree(root, python):
   assert [racer.returncode for racer in racers] == [0, 0, 0]
   assert len({lines[-1] for lines in outputs}) == 1
   assert sum(line.startswith(("Training", "Tokenizing")) for lines in outputs for line in lines) == 3
-  left = [path.name for path in (root.parent / "cache").iterdir() if not path.name.endswith(".lock")]
-  assert len(left) == 2
+  assert len(entries(root)) == len([*(root.parent / "cache").glob("tokenizer-*")]) == 1
+  assert not [*(root.parent / "cache").glob(".*-*")]  # no unfinished folder
 
 
 IMPORTS = """

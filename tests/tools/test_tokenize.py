@@ -224,7 +224,10 @@ def test_a_complete_folder_is_left_alone_and_other_commands_are_refused(tmp_path
   changed = source / "00.txt"
   changed.write_text(changed.read_text().replace("line 7", "line 8"))
   code, text = again()
-  assert code == 2 and re.search(r"inputs.train: \w{64} -> \w{64}", text), text
+  assert code == 2 and f"was made from other documents: {changed}, or a file after it, has changed" in text, text
+  (source / "99.txt").write_text("one more")
+  code, text = again()
+  assert code == 2 and re.search(r"inputs.eval: \w{64} -> \w{64}", text), text
   code, text = again(to=source)
   assert code == 2 and "is not empty: it has 00.txt" in text, text
   assert tree(output) == before

@@ -1,8 +1,8 @@
 """`python -m trainer.tools.tokenize CONFIG.yml [key=value ...] --output FOLDER`: tokenises a dataset into ArrayRecord.
 
 The keys of the configuration name the documents, the tokenizer and the splits, as for training. FOLDER gets train/ and
-eval/ with files of records, tokenizer.json, and manifest.json with hashes of all input and output files, the settings
-and the counts. The last line of the output has the keys to train with.
+eval/ with files of records, tokenizer.json, and manifest.json with hashes of the documents and of all output files, the
+settings and the counts. The last line of the output has the keys to train with.
 
 --records=documents (default): a record has the token ids of a document, to be packed when a run prepares its data.
 --records=windows: a record is an example of max_target_length tokens, packed with the key `packing`. It is read in

@@ -7,7 +7,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,12 @@ class Output:
     known, path = self._known(part), self.path(part)
     return known is not None and path.is_file() and path.stat().st_size == known["bytes"]
 
+  def hashes(self, part: Part) -> list[str]:
+    """The hashes of the documents of the pieces of a complete part."""
+    known = self._known(part)
+    assert known is not None, part
+    return hashes_of(known)
+
   def write(self, part: Part, data: bytes) -> None:
     """Writes the file of a part that another machine has made. Raises ConfigError if it cannot be written."""
     try:
@@ -154,6 +160,11 @@ class Output:
       return None
     except (OSError, ValueError) as error:
       raise ConfigError(f"{path} cannot be read ({error}). Remove {self.folder}, or give another folder.") from error
+
+
+def hashes_of(counts: Mapping[str, Any]) -> list[str]:
+  """The hashes of the documents of the pieces, in the counts of a part."""
+  return [piece["sha256_of_documents"] for piece in counts["inputs"]]
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:

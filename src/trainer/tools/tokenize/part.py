@@ -71,7 +71,8 @@ def write(
   counts = {"documents": 0, "tokens": 0, "records": 0, "targets": 0, "bad_records": 0}
   documents = dataclasses.replace(job.splits[split], pieces=pieces)
   bad, lost = BadRecords(job.max_bad_records), prepare.Lost()
-  groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad), job.tokenizer, job.ids, bad, lost)
+  hashes: list[str] = []
+  groups = prepare.token_groups(prepare.groups(documents, _GROUP, bad, hashes), job.tokenizer, job.ids, bad, lost)
   temporary = path.with_name(f".{path.name}.{os.getpid()}")
   try:
     try:
@@ -89,7 +90,10 @@ def write(
   finally:
     temporary.unlink(missing_ok=True)
   counts["bad_records"] = bad.count
-  inputs = [{"file": piece.name, "start": piece.start, "stop": piece.stop, "sha256": _hash(piece)} for piece in pieces]
+  inputs = [
+    {"file": piece.name, "start": piece.start, "stop": piece.stop, "sha256_of_documents": content}
+    for piece, content in zip(pieces, hashes, strict=True)
+  ]
   return {
     "file": f"{split}/{path.name}",
     "bytes": size,
@@ -113,18 +117,18 @@ def write_in_worker(
 
 
 def _counted(
-  groups: Iterable[list[np.ndarray]], counts: dict[str, int], report: Callable[[int], None]
-) -> Iterator[list[np.ndarray]]:
+  groups: Iterable[windows.Group], counts: dict[str, int], report: Callable[[int], None]
+) -> Iterator[windows.Group]:
   """Yields the groups, and counts their documents and tokens."""
   for group in groups:
-    tokens = sum(len(document) for document in group)
+    yield group
+    tokens = sum(len(document) for document in group)  # a long document has been read only now
     counts["documents"] += len(group)
     counts["tokens"] += tokens
-    yield group
     report(tokens)
 
 
-def _records(job: TokenizeJob, groups: Iterable[Sequence[np.ndarray]], counts: dict[str, int]) -> Iterator[bytes]:
+def _records(job: TokenizeJob, groups: Iterable[windows.Group], counts: dict[str, int]) -> Iterator[bytes]:
   """Yields the records, and counts them and the targets that a loss would count."""
   if job.records == "windows":
     for window in prepare.packed(job.packing, job.tokenizer)(groups, job.length):
@@ -136,17 +140,6 @@ def _records(job: TokenizeJob, groups: Iterable[Sequence[np.ndarray]], counts: d
   for group in groups:
     for document in group:
       counts["records"] += 1
-      counts["targets"] += len(document) - 1
-      yield document.astype(dtype).tobytes()
-
-
-def _hash(piece: Piece) -> str:
-  """SHA-256 of the bytes of a piece."""
-  total = hashlib.sha256()
-  with piece.path.open("rb") as file:
-    file.seek(piece.start)
-    left = piece.size
-    while left and (block := file.read(min(left, 2**20))):
-      total.update(block)
-      left -= len(block)
-  return total.hexdigest()
+      ids = document if isinstance(document, np.ndarray) else document.whole()
+      counts["targets"] += len(ids) - 1
+      yield ids.astype(dtype).tobytes()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
 import sys
@@ -11,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import datasets, describe, prepare, prepared
+import numpy as np
+
+from input_pipeline import contents, datasets, describe, prepare, prepared
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
@@ -20,7 +23,7 @@ from input_pipeline.workers import Workers, here
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.tools.tokenize import part as part_lib
-from trainer.tools.tokenize.output import Output, Part
+from trainer.tools.tokenize.output import Output, Part, hashes_of
 from trainer.tools.tokenize.part import TokenizeJob
 from trainer.tools.tokenize.progress import TokenProgress
 
@@ -41,7 +44,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
   data, vocab_size = config.data, config.model.vocab_size
   if "://" in output:
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
-  splits, digests, tokenizer = _opened(config)
+  splits, tokenizer = _opened(config)
   if isinstance(tokenizer, ChatTokenizer) and records != "windows":
     raise ConfigError(
       f"--records={records}: a record of token ids does not say which tokens of a conversation are trained. "
@@ -57,12 +60,17 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
     print(line, flush=True)
   folder = Output(Path(os.path.abspath(os.path.expanduser(output))), parts)
   with folder.locked():
-    folder.begin(job.description() | {"inputs": digests, "part_bytes": part_bytes}, tokenizer)
+    inputs = {split: contents.hash_of(contents.names(documents)) for split, documents in splits.items()}
+    folder.begin(job.description() | {"inputs": inputs, "part_bytes": part_bytes}, tokenizer)
+    known = _Inputs(job, data.dataset_cache_directory, parts)
     left = [part for part in parts if not folder.has(part)]
+    for part in parts:
+      if part not in left:
+        known.require(part, folder.hashes(part), folder.path(part))
     if len(left) < len(parts):
       print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
     if left:
-      _write(job, folder, left, write_parts)
+      _write(job, folder, left, write_parts, known)
     folder.require_few_bad(data.max_bad_records)
     totals = folder.conclude()
   for split, total in totals.items():
@@ -72,7 +80,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
 
 def preview(config: Config, count: int) -> None:
   """Prints the first documents for training as the model gets them. Raises ConfigError for wrong input."""
-  splits, _, tokenizer = _opened(config)
+  splits, tokenizer = _opened(config)
   if tokenizer is None:
     raise ConfigError("The documents are token ids. --preview shows documents that this tool tokenises.")
   marks = ("\033[32m", "\033[0m") if sys.stdout.isatty() else ("[[", "]]")
@@ -80,13 +88,14 @@ def preview(config: Config, count: int) -> None:
   some = itertools.chain.from_iterable(
     prepare.token_groups(prepare.groups(splits["train"], _PREVIEWED, bad), tokenizer, tokenizer.vocab_size, bad, lost)
   )
-  for number, ids in enumerate(itertools.islice(some, count), 1):
+  for number, document in enumerate(itertools.islice(some, count), 1):
+    ids = document if isinstance(document, np.ndarray) else document.whole()
     print(f"--- {number}: {len(ids):,} tokens, {int((ids[1:] >= 0).sum()):,} trained ---")
     print(marked(tokenizer, ids, *marks))
 
 
-def _opened(config: Config) -> tuple[dict[str, Documents], dict[str, str], Tokenizer | None]:
-  """The documents of each split, their identities, and their tokenizer. Raises ConfigError."""
+def _opened(config: Config) -> tuple[dict[str, Documents], Tokenizer | None]:
+  """The documents of each split, and their tokenizer. Raises ConfigError."""
   data, vocab_size = config.data, config.model.vocab_size
   if data.dataset_type == "synthetic" or data.grain_train_mixture_config_path:
     raise ConfigError("Random tokens and mixtures cannot be tokenised. Give the documents of one dataset.")
@@ -95,8 +104,37 @@ def _opened(config: Config) -> tuple[dict[str, Documents], dict[str, str], Token
   for documents in splits.values():
     if documents.left_out:
       print(f"Not read in {documents.name}: {documents.left_out}", flush=True)
-  digests = prepared.digests_of(splits)
-  return splits, digests, prepared.tokenizer_of(data, splits, digests, vocab_size=vocab_size, log=print, call=here)
+  return splits, prepared.tokenizer_of(data, splits, vocab_size=vocab_size, log=print, call=here)
+
+
+class _Inputs:
+  """The documents of each part, which must stay what they were when the part was written."""
+
+  def __init__(self, job: TokenizeJob, cache_directory: str, parts: Sequence[Part]) -> None:
+    self._job, self._directory = job, cache_directory
+    self._stamps = {part: contents.Stamps([self._documents(part)]) for part in parts}
+
+  def require(self, part: Part, hashes: Sequence[str], path: Path) -> None:
+    """Raises ConfigError if the documents do not have these hashes. Reads them if their files have other stamps."""
+    documents = self._documents(part)
+    read = lambda: contents.read(documents, self._job.max_bad_records)
+    if self._stamps[part].remembered(self._directory, "part", read, print) != contents.identity(documents, hashes):
+      raise ConfigError(
+        f"{path} was made from other documents: {part.pieces[0].path}, or a file after it, has changed since then. "
+        "Give another folder, or remove this one."
+      )
+
+  def keep(self, part: Part, hashes: Sequence[str]) -> None:
+    """Remembers the hashes of a part that was written now. Raises ConfigError if its files have changed meanwhile."""
+    documents = self._documents(part)
+    if contents.Stamps([documents]).key != self._stamps[part].key:
+      raise ConfigError(
+        f"{part.pieces[0].path}, or a file after it, has changed while it was read. Start again when it is complete."
+      )
+    self._stamps[part].keep(self._directory, "part", contents.identity(documents, hashes), print)
+
+  def _documents(self, part: Part) -> Documents:
+    return dataclasses.replace(self._job.splits[part.split], pieces=part.pieces)
 
 
 def in_processes(
@@ -112,11 +150,12 @@ def in_processes(
     yield from workers.each(write, left)
 
 
-def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], write_parts: WriteParts) -> None:
+def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], write_parts: WriteParts, known: _Inputs) -> None:
   progress = TokenProgress(sum(part.size for part in left))
   written = write_parts(job, folder, left, progress.add_tokens)
   with progress, contextlib.closing(written):
     for part, counts in written:
+      known.keep(part, hashes_of(counts))
       folder.finish(part, counts)
       for message in counts["bad"]:
         print(f"A bad record is skipped: {message}", flush=True)

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from tests.support import toy_state
 
 from trainer.checkpoint import snapshot
-from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.arrays import boxes, fingerprint, verified_load
 from trainer.checkpoint.backup import Candidate, restore_newest
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.world import SingleWorld
@@ -95,7 +95,11 @@ def test_meta_is_a_copy():
   assert restore(s, target).meta == {"cursor": {"next_example": 1}}
 
 
-def test_restoring_does_not_compile_on_a_prepared_topology():
+@pytest.mark.parametrize("batch_bytes", [verified_load.MIN_BATCH_BYTES, 1])
+def test_restoring_does_not_compile_on_a_prepared_topology(monkeypatch, batch_bytes):
+  """Also not in batches, as above 64 MiB: each of them compiled its fingerprints."""
+  monkeypatch.setattr(verified_load, "MIN_BATCH_BYTES", batch_bytes)
+  fingerprint._program.cache_clear()
   s = taken(1)
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(3, 2))
   fingerprint.prepare(target)
@@ -195,6 +199,19 @@ def test_a_copy_that_cannot_be_read_is_skipped_and_kept(monkeypatch):
 def test_a_slice_without_a_full_copy_is_refused():
   with pytest.raises(ValueError, match="is sharded across slices"):
     made().save(1, toy_state.state(1, toy_state.mesh(1, 8)), {})
+
+
+def test_the_owners_of_all_parts_are_looked_up_once_in_an_attempt(monkeypatch):
+  """For 8 slices of 64 devices this took 0.17 s in each snapshot."""
+  looked_up, owners = [], boxes.owners
+  monkeypatch.setattr(boxes, "owners", lambda name, *of: looked_up.append(name) or owners(name, *of))
+  s = taken(1, 2)
+  once = len(looked_up)
+  assert once == 4 * len({*looked_up})
+  s.begin_attempt(slices(), slices())
+  s.save(3, toy_state.state(3, toy_state.mesh(4, 2)), {})
+  assert len(looked_up) == 2 * once
+  s.wait()
 
 
 def test_a_replaced_slice_has_no_copy():

@@ -116,6 +116,16 @@ def run_steps(policy, steps, step_seconds, cost, first=1, waits=False, noise=lam
   return taken
 
 
+def test_a_snapshot_that_a_slow_copy_prevents_follows_when_the_copy_is_done():
+  """Before, the run waited for the next multiple of the period, so that twice as many steps were lost."""
+  policy = SnapshotPolicy(period=0, max_overhead=0.01, state_bytes=LARGE)
+  assert [step for step in range(1, 5) if policy.due(step)] == [4]
+  policy.taken(4)  # its copy takes 4.5 steps, so nothing is taken at step 8
+  assert [step for step in range(5, 10) if policy.due(step)] == [8, 9]
+  policy.restarted()  # at step 2, say
+  assert [step for step in range(3, 10) if policy.due(step)] == [4, 8]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize(("cost", "period"), [(0.0, 1), (0.009, 1), (0.025, 3), (0.5, 50)])
 def test_snapshots_cost_no_more_than_allowed(cost, period, waits):

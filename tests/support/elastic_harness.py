@@ -124,7 +124,7 @@ class Harness:
     self._directory, self._make_cluster, self._cache = directory, make_cluster, cache
     self._prepare_steps = prepare_steps
     self._topologies: dict[str, dict[tuple[int, ...], CachedProgram[Program]]] = {}  # by the model, then by slices
-    self._checks: dict[str, dict[int, Any]] = {}  # by the model, then by slice
+    self._others: dict[str, dict[str, Any]] = {}  # by the model, then by name
 
   def run(
     self,
@@ -153,7 +153,7 @@ class Harness:
       session.data.train = recorder  # type: ignore[assignment]
       topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})
       self._topologies[repr(config.model)] = session.programs.topologies = topologies
-      session.programs.checks = self._checks.setdefault(repr(config.model), {})
+      session.programs.others = self._others.setdefault(repr(config.model), {})
       attempt = functools.partial(self._attempt, config, session, watch)
       job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
       prepare(session, cluster)
@@ -178,7 +178,7 @@ class Harness:
   ) -> Outcome:
     watch(elastic)
     if not self._prepare_steps:
-      elastic.prepare_steps = lambda view: None  # type: ignore[method-assign]
+      elastic.prepare_steps = lambda *_: None  # type: ignore[method-assign]
     elastic.retries.backoff_seconds = 0.0
     elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
     return train.run(config, session, elastic, view, survivors)

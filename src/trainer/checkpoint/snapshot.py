@@ -56,6 +56,7 @@ class Snapshots:
     """log takes a line, emit a kind and fields for events.jsonl; both are called from threads."""
     self._world, self._log, self._emit = world, log, emit
     self._slices: dict[int, tuple[Device, ...]] = {}
+    self._checked = False  # whether each of the slices holds a whole copy
     self._changed = threading.Condition(threading.RLock())  # guards everything below
     self._pending: _Snapshot | None = None  # not restorable yet: still copying, or its step is not confirmed
     self._whole: _Snapshot | None = None  # restorable
@@ -73,7 +74,7 @@ class Snapshots:
     import pathwaysutils.experimental.concatenate_by_mesh_axis
     import pathwaysutils.experimental.split_by_mesh_axis  # noqa: F401
 
-    self._slices = {i: tuple(devices) for i, devices in slices.items()}
+    self._slices, self._checked = {i: tuple(devices) for i, devices in slices.items()}, False
     with self._changed:
       lost = False
       for snapshot in filter(None, (self._pending, self._whole)):
@@ -113,6 +114,11 @@ class Snapshots:
       return False
     begin = time.monotonic()
     flat = state_tree.flatten(state)
+    if not self._checked:  # once for each attempt: it takes 0.17 s for 8 slices of 64 devices
+      for name, x in flat.items():
+        for devices in self._slices.values():
+          boxes.owners(name, x, devices)
+      self._checked = True
     started = fingerprint.dispatch(flat)
     copies, prints = _to_host(flat, started, self._slices)
     made = _Snapshot(step, copy.deepcopy(dict(meta)), state_tree.describe(flat), copies, state_tree.state_bytes(state))
@@ -255,9 +261,6 @@ def _to_host(
   """
   from pathwaysutils.experimental.split_by_mesh_axis import split_by_mesh_axis
 
-  for name, x in flat.items():
-    for devices in slices.values():
-      boxes.owners(name, x, devices)  # raises where the slice does not hold all of it
   together = [*flat.values(), started.values]
   hosts = jax.device_put(together, [x.sharding.with_memory_kind(HOST) for x in together])
   copies, prints = {}, {}

@@ -88,8 +88,14 @@ class OneController:
     result = self._compute_step(state, batch)
     self._steps += 1
     if self._steps == _PREPARE_AFTER:
-      self._elastic.prepare_steps(self._view)
+      self._elastic.prepare_steps(self._view, self._other_programs)
     return result
+
+  def _other_programs(self, view: View) -> dict[str, Callable[[], Any]]:
+    """{name: compilation} of what an attempt on `view` may need besides its step."""
+    compiling = lambda: self._session.programs.program(view).compile_evaluation()
+    evaluation = {_evaluation_of(view): compiling} if self._evaluations else {}
+    return evaluation | self._witness.programs(view.slices)
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     preemption, step = self._session.preemption, self._elastic.steps.last_step
@@ -97,7 +103,7 @@ class OneController:
 
     def compute() -> list[list[LossSums]]:
       sums: list[list[LossSums]] = []
-      compiled = self._session.programs.evaluation(self._view, Program.compile_evaluation)
+      compiled = self._session.programs.kept(_evaluation_of(self._view), self._program.compile_evaluation)
       compute_losses = self._session.cluster.on_slices(compiled, self._view)
       with jax.set_mesh(self._program.mesh):
         for feed, count in zip(self._evaluations, batches, strict=True):
@@ -130,3 +136,7 @@ class OneController:
 
   def close(self) -> None:
     self._threads.close()
+
+
+def _evaluation_of(view: View) -> str:
+  return f"evaluation on slices {list(view.slices)}"

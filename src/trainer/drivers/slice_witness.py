@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -84,12 +84,15 @@ class SliceWitness:
 
   def _of(self, slice_id: int) -> tuple[Feed, ShareSums, Checks]:
     """The programs of one slice. Its share is one micro-batch."""
-    programs = self._session.programs
-    if slice_id not in programs.checks:
-      compile_now = functools.partial(self._compile, slice_id)
-      programs.checks[slice_id] = programs.recorded(f"witness on slice {slice_id}", compile_now)
-    own, sums, checks = programs.checks[slice_id]
+    ((what, compile_now),) = self.programs([slice_id]).items()
+    own, sums, checks = self._session.programs.kept(what, compile_now)
     return Feed(self._session.data.train, own), sums, checks
+
+  def programs(self, slices: Iterable[int]) -> dict[str, Callable[[], tuple[Program, ShareSums, Checks]]]:
+    """{name: compilation} of the programs with which these slices are compared; {} without a witness."""
+    if not self._config.elastic.witness_period:
+      return {}
+    return {f"witness on slice {slice_id}": functools.partial(self._compile, slice_id) for slice_id in slices}
 
   def _compile(self, slice_id: int) -> tuple[Program, ShareSums, Checks]:
     config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)

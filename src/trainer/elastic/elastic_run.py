@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -263,16 +263,20 @@ class ElasticRun:
     self.recovery.compiled(self.clock() - start)
     return compiled
 
-  def prepare_steps(self, view: View) -> None:
+  def prepare_steps(
+    self, view: View, others: Callable[[View], Mapping[str, Callable[[], Any]]] = lambda view: {}
+  ) -> None:
     """Compiles in the background for the topologies that may come next, if the run may go on with fewer slices.
 
-    Call it after an attempt's first steps: they must not wait for it, and tell whether the run is long enough for it.
+    others: {name: compilation} of the other programs of a view, see `ProgramCache.kept`. Call this method after an
+    attempt's first steps: they must not wait for it, and tell whether the run is long enough for it.
     """
     fewest = self.cfg.elastic_min_slice_count
     if not self.cfg.elastic_enabled or fewest == -1:
       return
     views = [next_view for next_view in next_views(self.session.cluster, view) if next_view.num_alive >= fewest]
-    self.session.programs.prepare(views, self._long_enough_to_compile)
+    more = {what: compile_now for next_view in views for what, compile_now in others(next_view).items()}
+    self.session.programs.prepare(views, more, self._long_enough_to_compile)
 
   def _long_enough_to_compile(self) -> bool:
     steps = self.steps

@@ -107,6 +107,7 @@ class SnapshotPolicy:
 
   def restarted(self) -> None:
     """Another attempt begins. Drops the measured step times: they may be from other slices."""
+    self._taken.clear()  # some of these steps may be repeated
     self._own: deque[float] = deque(maxlen=_SAMPLES)  # seconds of steps with a snapshot
     self._next: deque[float] = deque(maxlen=_SAMPLES)  # of steps that follow a step with a snapshot
     self._both: deque[float] = deque(maxlen=_SAMPLES)  # of steps that are both; at period 1 all steps are
@@ -116,7 +117,9 @@ class SnapshotPolicy:
     """Whether a snapshot of `step` should be taken."""
     if not self.is_fixed and self.period < 3 and step % _PAUSE_EVERY < _PAUSE:
       return False  # with no pause every step would be affected by a snapshot, and no step could be compared
-    return step % self.period == 0
+    if self.is_fixed or not self._taken:
+      return step % self.period == 0
+    return step - self._taken[-1] >= self.period  # later by as many steps as the copy before it takes too long
 
   def taken(self, step: int) -> None:
     """A snapshot of `step` has been started."""

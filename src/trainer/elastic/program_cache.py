@@ -10,8 +10,9 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from trainer.cluster import Cluster, View
@@ -34,11 +35,10 @@ def next_views(cluster: Cluster, view: View) -> list[View]:
 
 @dataclass
 class CachedProgram(Generic[P]):
-  """What is known of one set of slices: its program, its compiled step and evaluation (None: not compiled yet)."""
+  """What is known of one set of slices: its program, and its compiled step (None: not compiled yet)."""
 
   program: P
   step: Any = None
-  evaluation: Any = None
 
 
 class ProgramCache(Generic[P]):
@@ -58,9 +58,10 @@ class ProgramCache(Generic[P]):
     self._events, self._log, self._clock = events, log, clock
     self.counter = counter
     self.topologies: dict[tuple[int, ...], CachedProgram[P]] = {}
-    self.checks: dict[int, Any] = {}  # by slice: what drivers.slice_witness has compiled
+    self.others: dict[str, Any] = {}  # what `kept` has compiled
     self.compile_seconds = 0.0  # of the last step that was compiled in the foreground
     self._lock = threading.Lock()  # one topology is built at a time, and each only once
+    self._locks: dict[str, threading.Lock] = {}  # of `others`
     self._background: _BackgroundCompiler | None = None
 
   def program(self, view: View) -> P:
@@ -79,13 +80,15 @@ class ProgramCache(Generic[P]):
       self.compile_seconds = self._clock() - start
     return topology.step
 
-  def evaluation(self, view: View, compile_evaluation: Callable[[P], X]) -> X:
-    """The compiled evaluation of `view`: kept, or compiled now."""
-    topology = self._topology(view)
-    if topology.evaluation is None:
-      what = f"evaluation on slices {list(view.slices)}"
-      topology.evaluation = self.recorded(what, lambda: compile_evaluation(topology.program))
-    return topology.evaluation
+  def kept(self, what: str, compile_now: Callable[[], X]) -> X:
+    """Another program than a step: what compile_now() has returned before for this name, or returns now. If it is being
+    compiled in the background, waits for it."""
+    if self._background is not None:
+      self._background.hurry(what)
+    with self._locks.setdefault(what, threading.Lock()):
+      if what not in self.others:
+        self.others[what] = self.recorded(what, compile_now)
+      return self.others[what]
 
   def recorded(self, what: str, compile_now: Callable[[], X]) -> X:
     """Returns compile_now(), and records its time in a `compile` event. The training loop waits for it, unless the
@@ -106,18 +109,25 @@ class ProgramCache(Generic[P]):
   def forget_steps(self) -> None:
     """Drops all compiled programs, for the case that one of them is the cause of an unexplained error."""
     for topology in self.topologies.values():
-      topology.step = topology.evaluation = None
-    self.checks.clear()
+      topology.step = None
+    self.others.clear()
 
-  def prepare(self, views: Iterable[View], worthwhile: Callable[[], bool]) -> None:
-    """Compiles the steps of `views` in the background, in this order, each if worthwhile() is still true. If a
-    compilation fails, its traceback is printed, and no other follows: an attempt that needs the step fails in the
-    foreground."""
+  def prepare(
+    self, views: Iterable[View], others: Mapping[str, Callable[[], Any]], worthwhile: Callable[[], bool]
+  ) -> None:
+    """Compiles the steps of `views` in the background, and then what `kept` will be asked for, in this order, each if
+    worthwhile() is still true. If a compilation fails, its traceback is printed, and no other follows: an attempt that
+    needs the program fails in the foreground."""
     missing = [view for view in views if not self.has_step(view.slices)]
+    jobs: list[_Job] = [
+      (view.slices, partial(self._prepare_one, view, number, len(missing))) for number, view in enumerate(missing, 1)
+    ]
+    jobs += [(what, partial(self._prepare_other, what, others[what])) for what in others if what not in self.others]
     if missing:
       names = ", ".join(str(list(view.slices)) for view in missing)
       self._log.detail(f"Preparing in the background the steps for slices {names}.")
-      self._background = _BackgroundCompiler(self._prepare_one, missing, worthwhile, after=self._background)
+    if jobs:
+      self._background = _BackgroundCompiler(jobs, worthwhile, after=self._background)
 
   def wait(self, timeout: float | None) -> bool:
     """Whether the background compilations have ended within `timeout` seconds (None: waits until they have)."""
@@ -145,33 +155,44 @@ class ProgramCache(Generic[P]):
     self._events.emit("compile", what=f"slices {list(view.slices)}", seconds=seconds, background=True)
     self._log.detail(f"Prepared the step for slices {list(view.slices)} in {seconds:.1f} s ({number} of {count}).")
 
+  def _prepare_other(self, what: str, compile_now: Callable[[], Any]) -> None:
+    with self._locks.setdefault(what, threading.Lock()):
+      if what in self.others:
+        return
+      start = self._clock()
+      with compiles.uncounted():
+        self.others[what] = compile_now()
+      self._events.emit("compile", what=what, seconds=self._clock() - start, background=True)
+
+
+_Job = tuple[Any, Callable[[], None]]  # (the slices of a view, or the name of another program; its compilation)
+
 
 class _BackgroundCompiler:
-  """One thread that compiles for a list of views until done or stopped."""
+  """One thread that does a list of compilations until done or stopped."""
 
-  def __init__(
-    self,
-    compile_one: Callable[[View, int, int], None],
-    views: list[View],
-    worthwhile: Callable[[], bool],
-    after: _BackgroundCompiler | None,
-  ) -> None:
-    """compile_one(view, number, count) of `views`; after: an earlier compiler, whose last compilation is waited for."""
-    self._compile_one, self._views, self._worthwhile, self._after = compile_one, views, worthwhile, after
+  def __init__(self, jobs: list[_Job], worthwhile: Callable[[], bool], after: _BackgroundCompiler | None) -> None:
+    """after: an earlier compiler, whose last compilation is waited for."""
+    self._jobs, self._worthwhile, self._after = jobs, worthwhile, after
     self._stopped = threading.Event()
-    self._current: tuple[int, ...] | None = None
+    self._current: Any = None
     # Not a daemon: the interpreter must not end while XLA compiles.
     self._thread = threading.Thread(target=self._run, name="compile next topologies")
     self._thread.start()
 
   def stop(self, wait_for: View | None = None) -> None:
-    """Begins no further topology; waits for the compilation under way if it is for `wait_for`."""
+    """Begins no further compilation; waits for the compilation under way if it is for `wait_for`."""
     self._stopped.set()
     if (after := self._after) is not None:  # the thread clears the attribute meanwhile
       after.stop(wait_for)
     if wait_for is not None and self._current == wait_for.slices:
       self._set_niceness(0)  # a recovery waits for it now
       self._thread.join()
+
+  def hurry(self, what: str) -> None:
+    """The foreground waits for this program: if it is being compiled now, the thread gets its usual priority."""
+    if self._current == what:
+      self._set_niceness(0)
 
   def wait(self, timeout: float | None) -> bool:
     """Whether the thread has ended within `timeout` seconds (None: waits until it has)."""
@@ -185,11 +206,11 @@ class _BackgroundCompiler:
     if self._after is not None:
       self._after.wait(None)
       self._after = None
-    for number, view in enumerate(self._views, 1):
-      self._current = view.slices
+    for what, compile_now in self._jobs:
+      self._current = what
       if self._stopped.is_set() or not self._worthwhile():
         break
-      self._compile_one(view, number, len(self._views))
+      compile_now()
     self._current = None
 
   def _set_niceness(self, niceness: int) -> None:

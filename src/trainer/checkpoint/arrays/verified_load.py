@@ -56,17 +56,26 @@ def load(world: World, read: Read, saved: Mapping[str, Any], abstract: Any) -> A
   wanted = state_tree.flatten(abstract)
   _check(saved, wanted)
   result: dict[str, jax.Array] = {}
+  unchanged: dict[str, str] = {}  # {array that is as it was saved: its fingerprint}
   for batch in _batches(wanted, max(state_tree.state_bytes(abstract) // 8, MIN_BATCH_BYTES)):
     dtypes = {name: jnp.dtype(saved[name]["dtype"]) for name in batch}
     targets = {name: jax.ShapeDtypeStruct(x.shape, dtypes[name], sharding=x.sharding) for name, x in batch.items()}
     arrays = together(world, lambda targets=targets: dict(read(targets)))  # type: ignore[misc]
     expected = {name: saved[name]["fingerprint"] for name in targets if "fingerprint" in saved[name]}
-    prints, _ = fingerprint.collect(fingerprint.dispatch({name: arrays[name] for name in expected}))
-    if wrong := [name for name, value in prints.items() if value != expected[name]]:
-      raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
+    unchanged |= {name: value for name, value in expected.items() if dtypes[name] == batch[name].dtype}
+    _compare({name: (arrays[name], value) for name, value in expected.items() if name not in unchanged})
     result |= {name: _cast(arrays[name], x) for name, x in batch.items()}
     del arrays  # before the next batch is read
+  # All at once: a recovery must not compile, and this program has been compiled with the step.
+  _compare({name: (result[name], value) for name, value in unchanged.items()})
   return state_tree.unflatten(abstract, result)
+
+
+def _compare(expected: Mapping[str, tuple[jax.Array, str]]) -> None:
+  """Raises Rejected unless each array has its fingerprint."""
+  prints, _ = fingerprint.collect(fingerprint.dispatch({name: array for name, (array, _) in expected.items()}))
+  if wrong := [name for name, value in prints.items() if value != expected[name][1]]:
+    raise Rejected(f"{wrong[0]} does not have the fingerprint it was saved with ({len(wrong)} such arrays)")
 
 
 def _check(saved: Mapping[str, Mapping[str, Any]], wanted: Mapping[str, Any]) -> None:

@@ -173,7 +173,7 @@ def same_as_adamw(cfg):
   """The optimizer and the schedule of `cfg`, as a program would give them."""
   adam = optax.scale_by_adam(cfg.adam_b1, cfg.adam_b2, cfg.adam_eps)
   return {
-    "schedule": lambda step: optimizers.schedule(cfg, 3)(step),
+    "schedule": optimizers.schedule(cfg, 3).at,
     "optimizer": optax.chain(adam, optax.add_decayed_weights(cfg.adam_weight_decay), optax.scale(-1.0)),
   }
 

@@ -45,8 +45,8 @@ def one_update(**keys):
 
 
 def rates(steps: int, at, **keys) -> list[float]:
-  rate = optimizers.schedule(OptimizerSection(**keys), steps)
-  return [float(rate(jnp.int32(step))) for step in at]
+  schedule = optimizers.schedule(OptimizerSection(**keys), steps)
+  return [float(schedule.at(step)) for step in at]
 
 
 def test_cosine_equals_optax_after_a_linear_warm_up():
@@ -88,6 +88,50 @@ def test_warm_up_stable_decay():
   keys = {"learning_rate": 1.0, "lr_schedule_type": "wsd", "warmup_steps_fraction": 0.1}
   keys |= {"wsd_decay_steps_fraction": 0.2, "learning_rate_final_fraction": 0.0}
   assert rates(100, [0, 9, 10, 50, 80, 90, 100], **keys) == pytest.approx([0.1, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
+
+
+KINDS = ["constant", "cosine", "wsd"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rate_is_the_final_one_right_after_a_schedule_without_decay_steps(kind):
+  """It was the peak for one step more. After a warm-up over all steps there are none, and in wsd if the share is 0."""
+  keys = {"lr_schedule_type": kind, "learning_rate": 1.0, "learning_rate_final_fraction": 0.25}
+  after = 1.0 if kind == "constant" else 0.25
+  assert rates(10, [9, 10, 11], warmup_steps_fraction=1.0, **keys) == [1.0, after, after]
+  if kind == "wsd":
+    assert rates(10, [8, 9, 10], warmup_steps_fraction=0.5, wsd_decay_steps_fraction=0.0, **keys) == [1.0, 1.0, 0.25]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_rate_has_the_bits_of_a_program_with_the_numbers_as_constants(kind):
+  """Before, they were constants, and a sweep over learning rates compiled each program."""
+  for peak, final, total, warmup in [(3e-4, 0.1, 1000, 0.1), (1e-2, 0.1, 997, 0.037), (7e-3, 0.0, 641, 0.0)]:
+    keys = {"learning_rate": peak, "learning_rate_final_fraction": final, "warmup_steps_fraction": warmup}
+    section = OptimizerSection(lr_schedule_type=kind, wsd_decay_steps_fraction=0.13, **keys)
+    schedule = optimizers.schedule(section, total)
+    as_in_runs = {"xla_backend_optimization_level": 3}  # tests have 0, which rounds programs in its own ways
+    plain = jax.jit(constants(section, total), compiler_options=as_in_runs)
+    given = jax.jit(schedule.rate, compiler_options=as_in_runs)
+    for step in [*range(0, total, 7), *range(total - 2, total + 3)]:
+      one, other = given(jnp.int32(step), schedule.values), plain(jnp.int32(step))
+      assert np.asarray(one).tobytes() == np.asarray(other).tobytes(), (peak, step)
+
+
+def constants(cfg: OptimizerSection, total: int):
+  """The schedule, written with Python numbers."""
+  warmup, kind = round(total * cfg.warmup_steps_fraction), cfg.lr_schedule_type
+  peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
+  decay = round(total * cfg.wsd_decay_steps_fraction) if kind == "wsd" else total - warmup
+
+  def rate(step):
+    step = step.astype(jnp.float32)
+    progress = jnp.clip((step - (total - decay)) / decay, 0.0, 1.0)
+    cosine = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    after = {"constant": jnp.float32(peak), "cosine": cosine, "wsd": peak + (final - peak) * progress}[kind]
+    return jnp.where(step < warmup, peak * jnp.minimum((step + 1) / max(warmup, 1), 1.0), after)
+
+  return rate
 
 
 def test_constant_rate_and_steps_after_the_schedule():

@@ -16,6 +16,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, ModelSection
 from trainer.program import program, state
 from trainer.program.feed import Feed
+from trainer.program.step import abstract_sums
 
 T = 16
 MODEL = {
@@ -209,6 +210,22 @@ def test_flags_with_which_nothing_fits_are_wrong_input(monkeypatch, message, err
   monkeypatch.setattr(program.jax, "jit", refusing)
   with pytest.raises(error, match="CompileTimeScopedVmemOom\nRemove" if error is ConfigError else "INTERNAL"):
     program.check_compiler_flags(config().with_values(compile_xla_flags="--xla_a=1"), [jax.devices()[:1]])
+
+
+@pytest.mark.parametrize("kind", ["cosine", "wsd"])
+def test_runs_with_other_rates_warm_ups_and_decays_have_the_same_program(kind):
+  """So a sweep over them compiles once. Before, each of these values was a constant of the program."""
+  sections = [
+    {"learning_rate": 1e-3},
+    {"learning_rate": 2e-4, "warmup_steps_fraction": 0.3, "learning_rate_final_fraction": 0.5},
+    {"warmup_steps_fraction": 0.0, "learning_rate_schedule_steps": 77, "wsd_decay_steps_fraction": 0.5},
+  ]
+  texts = set()
+  for section in sections:
+    prog = build(config().with_values(lr_schedule_type=kind, **section), 2, 2)
+    halves = jax.jit(prog.apply_sums).lower(prog.state, abstract_sums(prog.state, prog.mesh), np.zeros(7, np.float32))
+    texts.add(prog.lower().as_text() + halves.as_text())
+  assert len(texts) == 1
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

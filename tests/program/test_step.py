@@ -114,7 +114,8 @@ def one_step(state: TrainState, built: Compiled, batch: Batch) -> tuple[dict[str
   for rows, like in zip(built.program.plan.groups, built.program.batch):
     dealt = (np.where((rows >= 0).reshape(-1, 1), field[rows.reshape(-1)], 0) for field in batch)
     rounds.append(Batch(*(jax.device_put(x.reshape(a.shape), a.sharding) for x, a in zip(dealt, like))))
-  after, metrics = built.step(on_devices(state, built.program), tuple(rounds))
+  values = built.program.schedule.placed(built.program.mesh)
+  after, metrics = built.step(on_devices(state, built.program), tuple(rounds), values)
   return step.metric_values(metrics), jax.device_get(after)
 
 
@@ -469,17 +470,17 @@ def test_gradients_that_travel_in_bfloat16_are_rounded_once_per_slice(by_rows):
 def test_a_step_that_is_not_finite_changes_nothing_but_the_counters():
   prog, compiled = on_one_device()
   place = lambda batch: (Batch(*(jax.device_put(x[None], a.sharding) for x, a in zip(batch, prog.batch[0]))),)
-  before = fresh(config())
+  before, values = fresh(config()), prog.schedule.placed(prog.mesh)
   good = packed_batch()
   bad = good._replace(weights=np.where(good.weights > 0, np.inf, 0).astype(np.float32))
-  state, metrics = compiled(on_devices(before, prog), place(bad))
+  state, metrics = compiled(on_devices(before, prog), place(bad), values)
   assert step.metric_values(metrics)["skipped"] == 1 and int(state.step) == 1
   jax.tree.map(
     np.testing.assert_array_equal, jax.device_get((state.params, state.opt_state)), (before.params, before.opt_state)
   )
-  state, metrics = compiled(state, place(bad))
+  state, metrics = compiled(state, place(bad), values)
   assert step.metric_values(metrics)["skipped"] == 2
-  state, metrics = compiled(state, place(good))
+  state, metrics = compiled(state, place(good), values)
   values = step.metric_values(metrics)
   assert values["skipped"] == 0 and math.isfinite(values["loss"])
   assert not np.array_equal(state.params["embedding"], before.params["embedding"])
@@ -532,7 +533,7 @@ def test_bfloat16_weights_keep_the_types_of_the_state(optimizer, mu_dtype, scan_
   cfg = config(model={"weight_dtype": "bfloat16", "scan_layers": scan_layers}, optimizer=keys)
   prog = program.build(cfg, slices((1, 1)), 1)
   types = lambda state: jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), state)
-  after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch)
+  after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch, prog.schedule.abstract(prog.mesh))
   assert types(after) == types(prog.state)
   for path, leaf in jax.tree_util.tree_leaves_with_path(after.params):
     assert leaf.dtype == ("float32" if "scale" in jax.tree_util.keystr(path) else "bfloat16"), path
@@ -570,7 +571,7 @@ def test_norms_learn_where_weights_are_bfloat16():
 
 def test_bfloat16_compute_keeps_float32_weights_and_loss():
   prog = program.build(config(model={"dtype": "bfloat16"}), slices((1, 1)), 1)
-  after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch)
+  after, _ = jax.eval_shape(prog.train_step, prog.state, prog.batch, prog.schedule.abstract(prog.mesh))
   assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(after.params))
   with jax.set_mesh(prog.mesh):
     loss, _ = prog.evaluate(fresh(config()).params, (jax.tree.map(lambda x: x[None], packed_batch()),))

@@ -92,6 +92,7 @@ class ManyWorlds:
     start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
+    self._schedule_values = self._program.schedule.placed(self._program.mesh)
     wire, group = self._config.optimizer.grad_reduce_dtype, self._config.elastic.shares_per_slice
     self._rounds = Rounds(self._peers, self._halves, wire, group, self._send_state, self._receive_state)
     self._threads.callback(self._rounds.close)
@@ -142,7 +143,7 @@ class ManyWorlds:
     if ahead_numbers.size and np.isfinite(ahead_numbers).all():
       self._counted_ahead = index + 1, Tally.of_sum(ahead_numbers)
     sums = Sums(self._rounds.layout.to_device(self._total), *losses)
-    self._state, metrics = self._halves.apply(state, sums)
+    self._state, metrics = self._halves.apply(state, sums, self._schedule_values)
     self._step, self._evaluated = n, False
     if self._elastic.recovery.under_way:
       jax.block_until_ready(metrics)

@@ -60,7 +60,9 @@ class OneController:
     resume(start)
     if self._session.preemption.requested(start.step):
       return dataclasses.replace(start, stops=True)
-    self._compute_step = self._session.cluster.on_slices(self._compiled_step, self._view)
+    values = self._program.schedule.placed(self._program.mesh)
+    compute = lambda state, batch: self._compiled_step(state, batch, values)
+    self._compute_step = self._session.cluster.on_slices(compute, self._view)
     hashes = self._config.observe.receipt_state_period > 0
     self._feed = Feed(self._session.data.train, self._program)
     tallied = functools.partial(self._feed.tallied, hashes=hashes)

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from optax import contrib
 
 from trainer.checkpoint import meta
@@ -20,7 +22,35 @@ from trainer.checkpoint.arrays import state_tree
 from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
 
-Schedule = Callable[[jax.Array], jax.Array]
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+  """rate(step, values): the learning rate, float32, at a step (int32 scalar, from 0). values: its numbers, float32 [n],
+  which are an input of the program, so that runs with other rates, warm-ups and decays need not compile; None: it has
+  none."""
+
+  rate: Callable[[jax.Array, Any], jax.Array]
+  values: np.ndarray | None = None
+
+  def at(self, step: int) -> jax.Array:
+    """The learning rate at `step`."""
+    return self.rate(jnp.int32(step), self.values)
+
+  def placed(self, mesh: Mesh) -> Any:
+    """The values on all devices of the mesh. Every process of the mesh calls."""
+    if self.values is None:
+      return None
+    return jax.make_array_from_callback(self.values.shape, _replicated(mesh), self.values.__getitem__)
+
+  def abstract(self, mesh: Mesh) -> Any:
+    """What `placed` returns, as a ShapeDtypeStruct."""
+    if self.values is None:
+      return None
+    return jax.ShapeDtypeStruct(self.values.shape, jnp.float32, sharding=_replicated(mesh))
+
+
+def _replicated(mesh: Mesh) -> NamedSharding:
+  return NamedSharding(mesh, PartitionSpec())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +73,8 @@ class UserOptimizer:
     Raises ConfigError if what it gives cannot be part of a compiled step whose state is saved and sharded.
     """
     if self.optimizer is not None:
-      optimizer, rate = _checked(self.optimizer, abstract(), logical_axes), lambda step: jnp.float32(1)
+      optimizer = _checked(self.optimizer, abstract(), logical_axes)
+      rate = Schedule(lambda step, values: jnp.float32(1))
     if self.schedule is not None:
       rate = _checked_schedule(self.schedule)
     return optimizer, rate
@@ -64,7 +95,7 @@ NO_OVERRIDES = UserOptimizer()
 
 
 def _checked_schedule(given: Callable[[Any], Any]) -> Schedule:
-  def rate(step: jax.Array) -> jax.Array:
+  def rate(step: jax.Array, values: None = None) -> jax.Array:
     with jax.numpy_dtype_promotion("standard"):
       value = jnp.asarray(given(step))
     if jnp.iscomplexobj(value):
@@ -80,7 +111,7 @@ def _checked_schedule(given: Callable[[Any], Any]) -> Schedule:
     raise ConfigError(f"schedule: cannot be traced: {_reason(error)}\n{example}.") from error
   if found.shape:
     raise ConfigError(f"schedule: returns an array of shape {found.shape}, not one number.\n{example}.")
-  return rate
+  return Schedule(rate)
 
 
 def _checked(given: optax.GradientTransformation, params: Any, logical_axes: Any) -> optax.GradientTransformation:
@@ -133,30 +164,34 @@ def _reason(error: Exception) -> str:
   return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
-def schedule(cfg: OptimizerSection, steps: int) -> Callable[[jax.Array], jax.Array]:
-  """step (int32 scalar, from 0) -> learning rate (float32).
+def schedule(cfg: OptimizerSection, steps: int) -> Schedule:
+  """The schedule of the configuration, whose program is the same for all its numbers.
 
   Linear warm-up over warmup_steps_fraction of the schedule (step 0 has 1 / warm-up steps of the peak), then cosine,
   constant or wsd. After the schedule's last step the rate stays at its final value.
   """
   total = steps if cfg.learning_rate_schedule_steps == -1 else cfg.learning_rate_schedule_steps
-  warmup = round(total * cfg.warmup_steps_fraction)
+  warmup, kind = round(total * cfg.warmup_steps_fraction), cfg.lr_schedule_type
   peak, final = cfg.learning_rate, cfg.learning_rate * cfg.learning_rate_final_fraction
-  decay = round(total * cfg.wsd_decay_steps_fraction) if cfg.lr_schedule_type == "wsd" else total - warmup
+  decay = max(round(total * cfg.wsd_decay_steps_fraction) if kind == "wsd" else total - warmup, 1)
+  change = (peak - final) * 0.5 if kind == "cosine" else final - peak
+  # Reciprocals, because XLA divides by a constant in this way: so the bits are those of a program with constants.
+  one = np.float32(1)
+  values = warmup, one / np.float32(max(warmup, 1)), total - decay, one / np.float32(decay), peak, final, change
 
-  def rate(step: jax.Array) -> jax.Array:
+  def rate(step: jax.Array, values: jax.Array) -> jax.Array:
+    warmup, warmup_rate, start, decay_rate, peak, final, change = values
     step = step.astype(jnp.float32)
-    warm = (step + 1) / max(warmup, 1)
-    progress = jnp.clip((step - (total - decay)) / max(decay, 1), 0.0, 1.0)
-    if cfg.lr_schedule_type == "constant":
-      after = jnp.float32(peak)
-    elif cfg.lr_schedule_type == "cosine":
-      after = final + (peak - final) * 0.5 * (1 + jnp.cos(jnp.pi * progress))
+    progress = jnp.clip((step - start) * decay_rate, 0.0, 1.0)
+    if kind == "constant":
+      after = peak
+    elif kind == "cosine":
+      after = final + change * (1 + jnp.cos(jnp.pi * progress))
     else:
-      after = peak + (final - peak) * progress
-    return jnp.where(step < warmup, peak * jnp.minimum(warm, 1.0), after)
+      after = peak + change * progress
+    return jnp.where(step < warmup, peak * jnp.minimum((step + 1) * warmup_rate, 1.0), after)
 
-  return rate
+  return Schedule(rate, np.array(values, np.float32))
 
 
 def rise(cfg: OptimizerSection, steps: int, saved: Mapping[str, Any], step: int) -> str:
@@ -167,7 +202,7 @@ def rise(cfg: OptimizerSection, steps: int, saved: Mapping[str, Any], step: int)
   length = saved.get("learning_rate_schedule_steps", -1)
   length = saved.get("steps", steps) if length == -1 else length
   kept = cfg.model_copy(update={"learning_rate_schedule_steps": length})
-  before, after = (float(schedule(each, steps)(jnp.int32(step))) for each in (kept, cfg))
+  before, after = (float(schedule(each, steps).at(step)) for each in (kept, cfg))
   if after <= before * 1.001:
     return ""
   return (

@@ -39,10 +39,10 @@ from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
 from trainer.program import optimizers, state, step
 from trainer.program.checks import Checks
-from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
+from trainer.program.optimizers import NO_OVERRIDES, Schedule, UserOptimizer
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
-from trainer.program.step import MicroBatches, Sums
+from trainer.program.step import MicroBatches, Sums, TrainStep
 
 TPU_OPTIONS = MappingProxyType(
   {
@@ -121,10 +121,11 @@ class Program:
   plan: BatchPlan  # the rows of the global batch that each slice computes
   state: TrainState  # abstract, with shardings
   batch: MicroBatches  # ShapeDtypeStructs [A, rows, T], with shardings
-  train_step: Callable[[TrainState, MicroBatches], tuple[TrainState, jax.Array]]  # see step.build_train_step
+  schedule: Schedule
+  train_step: TrainStep
   eval_step: Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
-  apply_sums: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # the second half
+  apply_sums: Callable[[TrainState, Sums, Any], tuple[TrainState, jax.Array]]  # the second half, as TrainStep
   compiler_options: Mapping[str, str | bool]  # of the step
 
   def lower(self) -> jax.stages.Lowered:
@@ -132,10 +133,10 @@ class Program:
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
     jitted = jax.jit(self.train_step, donate_argnums=0, out_shardings=out_shardings)
     with jax.set_mesh(self.mesh):
-      return jitted.lower(self.state, self.batch)
+      return jitted.lower(self.state, self.batch, self.schedule.abstract(self.mesh))
 
   def compile(self) -> Any:
-    """Returns the compiled training step: (state, batch) -> (state, metrics)."""
+    """Returns the compiled training step: (state, batch, `schedule.placed(mesh)`) -> (state, metrics)."""
     return self.lower().compile(compiler_options=dict(self.compiler_options))
 
   def compile_evaluation(self, options: dict[str, str | bool] | None = None) -> Any:
@@ -156,9 +157,10 @@ class Program:
     first = self.compile_share(adds=adds)
     with jax.set_mesh(self.mesh):
       # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
-      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings).lower(self.state, sums)
+      second = jax.jit(self.apply_sums, donate_argnums=0, out_shardings=out_shardings)
+      values = self.schedule.abstract(self.mesh)
       # Every slice applies the sums for itself, and all must get the same weights.
-      apply = second.compile({**self.compiler_options, **same})
+      apply = second.lower(self.state, sums, values).compile({**self.compiler_options, **same})
       evaluation = self.compile_evaluation(same) if evaluates else None
       checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
     return Halves(sums, first, apply, evaluation, checksum, self.compile_checks(first) if witnesses else None)
@@ -213,7 +215,7 @@ class Halves:
 
   abstract: Sums  # ShapeDtypeStructs with shardings
   sums: ShareSums
-  apply: Callable[[TrainState, Sums], tuple[TrainState, jax.Array]]  # donates the state
+  apply: Callable[[TrainState, Sums, Any], tuple[TrainState, jax.Array]]  # donates the state
   evaluate: Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]] | None  # (params, (share,)); None: not needed
   checksum: Callable[[Params], jax.Array]  # `state.checksum`
   checks: Checks | None  # of a witness; None: there is none
@@ -294,6 +296,7 @@ def build(
     user_optimizer=user_optimizer,
     optimizer=optimizer,
     plan=plan,
+    schedule=schedule,
     state=state.abstract(model, optimizer, mesh),
     batch=tuple(step.abstract_batch(mesh, len(group), group[0].size, length) for group in plan.groups),
     train_step=step.build_train_step(model, config.optimizer, optimizer, schedule, mesh),

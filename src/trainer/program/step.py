@@ -27,6 +27,7 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.parallel.grad_reduce import GradReduce
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.parallel.sharding import constrain, num_shards
+from trainer.program.optimizers import Schedule
 from trainer.program.state import TrainState
 
 # The metrics of a step, in the order of their array. A model with experts has experts.METRICS after them. It is one
@@ -36,6 +37,7 @@ METRICS = ("loss", "z_loss", "grad_norm", "lr", "weights", "skipped")
 
 # The micro-batches of a step: batches [A, rows, T], one after the other. The second of two has one smaller micro-batch.
 MicroBatches = tuple[Batch, ...]
+TrainStep = Callable[[TrainState, MicroBatches, Any], tuple[TrainState, jax.Array]]  # see build_train_step
 
 
 @jax.tree_util.register_dataclass
@@ -150,9 +152,10 @@ def _zeros(params: Params) -> Params:
 def apply_gradients(
   cfg: OptimizerSection,
   optimizer: optax.GradientTransformation,
-  schedule: Callable[[jax.Array], jax.Array],
+  schedule: Schedule,
   state: TrainState,
   sums: Sums,
+  schedule_values: Any,
 ) -> tuple[TrainState, jax.Array]:
   """Returns the next state and the step's metrics, float32; `metric_values` gives them names.
 
@@ -170,7 +173,7 @@ def apply_gradients(
     scale *= jnp.minimum(1.0, cfg.gradient_clipping_threshold / jnp.maximum(norm, 1e-12))
   # Mean and clipping in one product: the gradients are read by the norm and by the optimizer, and not stored again.
   grads = jax.tree.map(lambda g: g * scale, sum_grads)
-  rate = schedule(state.step)
+  rate = schedule.rate(state.step, schedule_values)
   updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
   params = jax.tree.map(lambda p, u: (p.astype(jnp.float32) + rate * u).astype(p.dtype), state.params, updates)
   params, router = experts.take_loads(params, counts)
@@ -199,10 +202,11 @@ def build_train_step(
   model: DecoderFunctions,
   cfg: OptimizerSection,
   optimizer: optax.GradientTransformation,
-  schedule: Callable[[jax.Array], jax.Array],
+  schedule: Schedule,
   mesh: Mesh,
-) -> Callable[[TrainState, MicroBatches], tuple[TrainState, jax.Array]]:
-  """Returns train_step(state, rounds) -> (state, metrics) on `mesh`, to be jitted with the state donated.
+) -> TrainStep:
+  """Returns train_step(state, rounds, schedule values) -> (state, metrics) on `mesh`, to be jitted with the state
+  donated.
 
   The arrays of the rounds are [A, rows of all slices, T] sharded like `abstract_batch`.
   """
@@ -213,13 +217,13 @@ def build_train_step(
 
   sums = _over_slices(mesh, of_one_slice, functools.partial(reduced_loss_and_grads, model, cfg))
 
-  def train_step(state: TrainState, rounds: MicroBatches) -> tuple[TrainState, jax.Array]:
+  def train_step(state: TrainState, rounds: MicroBatches, schedule_values: Any) -> tuple[TrainState, jax.Array]:
     params = state.params
     if model.cfg.has_balance_loss:
       tokens = sum(jnp.sum(batch.segment_ids != 0, dtype=jnp.float32) for batch in rounds)
       weight = sum(jnp.sum(batch.weights, dtype=jnp.float32) for batch in rounds)
       params = experts.scale_loads(params, weight / jnp.maximum(tokens, 1.0))
-    return apply_gradients(cfg, optimizer, schedule, state, sums(params, rounds))
+    return apply_gradients(cfg, optimizer, schedule, state, sums(params, rounds), schedule_values)
 
   return train_step
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import jax
 import numpy as np
 import pytest
 from tests.support.elastic_harness import TINY
@@ -12,6 +13,7 @@ from tests.support.member_threads import STEPS, Runs
 
 from input_pipeline.tally import Tally
 from trainer.drivers.many_worlds import ManyWorlds
+from trainer.models import experts
 
 MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16")
 
@@ -49,3 +51,22 @@ def test_members_read_each_row_once_and_their_sums_are_the_whole_batch(tmp_path,
 def test_processes_of_one_world_count_each_row_once(server, tmp_path):
   """Also rows that several of them hold, because the tensor axis spans processes."""
   Processes(server, "tallies", tmp_path, 2).finish()
+
+
+def test_counts_of_tokens_of_experts_travel_unrounded_with_gradients_in_bfloat16(tmp_path, monkeypatch):
+  """In bfloat16, 771 tokens are 772."""
+  step, loads = ManyWorlds.step, []
+
+  def stepping(driver, state, n):
+    result = step(driver, state, n)
+    loads.append(jax.device_get(experts.only_loads(result[0].params)))
+    return result
+
+  monkeypatch.setattr(ManyWorlds, "step", stepping)
+  for dtype in ("float32", "bfloat16"):
+    keys = [*TINY.split(), *MOE, "max_target_length=64", "per_device_batch_size=8", f"grad_reduce_dtype={dtype}"]
+    Runs(tmp_path / dtype, keys).play(3, 1, STEPS + 1, steps=1)
+  (first, *others) = loads
+  assert len(others) == 5 and jax.tree.leaves(first)
+  for other in others:
+    jax.tree.map(np.testing.assert_array_equal, first, other)

@@ -118,8 +118,7 @@ def test_logits_and_gradients(name):
   output = theirs(torch.from_numpy(inputs))
   loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), torch.from_numpy(targets).flatten())
   layers = sum(map(cfg.has_experts, range(cfg.num_decoder_layers)))
-  # Ours is a mean over all layers of the model.
-  (loss + cfg.load_balance_loss_weight * layers / cfg.num_decoder_layers * output.aux_loss).backward()
+  (loss + cfg.load_balance_loss_weight * output.aux_loss).backward()
   chosen = [torch.topk(logits, cfg.num_experts_per_tok).indices.flatten().numpy() for logits in output.router_logits]
   load = np.bincount(np.concatenate(chosen), minlength=cfg.num_experts) / (layers * inputs.size)
 

@@ -137,7 +137,7 @@ class ModelSection(Section):
   """Layers without experts, counted from 0 and separated by commas. Needs scan_layers=false."""
   load_balance_loss_weight: float = Field(0.001, ge=0, le=1000)
   """Weight of the loss that balances the load of the experts: E times the sum over experts of their load in the step
-  before times their mean probability, as a mean over layers."""
+  before times their mean probability, as a mean over the layers with experts."""
   routed_bias_update_rate: float = Field(0.0, ge=0, le=1000)
   """Balances the load of the experts without a loss: a bias on the router's logits, only for the choice of the k
   experts. After a step it rises by this rate for experts with less than the mean load and falls for experts with more.

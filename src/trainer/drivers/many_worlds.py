@@ -97,6 +97,13 @@ class ManyWorlds:
     self._rounds = Rounds(self._peers, self._halves, wire, group, self._send_state, self._receive_state)
     self._threads.callback(self._rounds.close)
     self._total = self._rounds.layout.empty()
+    # Counts of tokens travel with the scalars if gradients travel in a type that rounds.
+    self._counts = experts.only_loads if wire != "float32" else lambda tree: {}
+    counted = [Part(self._counts(part.tree), part.first) for part in self._halves.sums.parts]
+    self._count_ranges = self._rounds.layout.ranges(counted)
+    sizes = [stop - start for start, stop in self._count_ranges]
+    assert sizes == [leaf.size for leaf in jax.tree.leaves([part.tree for part in counted])], "loads are replicated"
+    self._count_ends = np.cumsum([3, *sizes, Tally.SIZE])  # after loss, z_loss and weight
     self._batches = Prefetcher(self._prepared, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     self._peers.train(
@@ -123,7 +130,8 @@ class ManyWorlds:
       tallies = [
         self._train.over_processes(numbers) for numbers in (tally.numbers, *self._numbers_ahead(index + 1, share))
       ]
-      return Contribution((*scalars, *tallies), [Part(tree, part.first) for tree, part in zip(trees, parts)])
+      counts = jax.tree.leaves([self._counts(tree) for tree in trees])
+      return Contribution((*scalars, *counts, *tallies), [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
     weights = self._halves.checksum(state.params)
     compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
@@ -138,7 +146,9 @@ class ManyWorlds:
     computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
     self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
     self.proof |= {"witness": compared.record()} if compared else {}
-    losses, self.tally, ahead_numbers = np.split(scalars, [3, 3 + Tally.SIZE])
+    losses, *counts, self.tally, ahead_numbers = np.split(scalars, self._count_ends)
+    for (start, stop), count in zip(self._count_ranges, counts, strict=True):
+      self._total[start:stop] = count
     self._counted_ahead = None
     if ahead_numbers.size and np.isfinite(ahead_numbers).all():
       self._counted_ahead = index + 1, Tally.of_sum(ahead_numbers)

@@ -30,8 +30,8 @@ Share = int
 
 @dataclasses.dataclass(frozen=True)
 class Contribution:
-  """What one share adds to a round. scalars: numbers and arrays [n], float32, known before all gradients. parts: the
-  gradients; none in an evaluation."""
+  """What one share adds to a round. scalars: numbers and small arrays, float32, which never travel in another type.
+  parts: the gradients; none in an evaluation."""
 
   scalars: Any
   parts: Sequence[Part] = ()
@@ -47,7 +47,8 @@ class _Sum:
 
   def host_scalars(self) -> np.ndarray:
     """The sum of the scalars [n], float32."""
-    return functools.reduce(np.add, [np.hstack(list(one)).astype(np.float32) for one in jax.device_get(self.scalars)])
+    flat = lambda one: np.concatenate([np.ravel(array) for array in one]).astype(np.float32)
+    return functools.reduce(np.add, map(flat, jax.device_get(self.scalars)))
 
 
 class Compared(Protocol):
@@ -103,7 +104,6 @@ class Rounds:
         compared.join_in()
       if peers.interrupted:
         raise StopRequested
-      scalars = {share: of_share.host_scalars() for share, of_share in held.items()}  # waits for them only
       grads = {share: of_share.grads for share, of_share in held.items() if of_share.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
       # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
@@ -113,6 +113,7 @@ class Rounds:
           peers.exchange.reduce(
             f"{round_name} gradients", grads, peers.dealt, total, self._wire, self._known, self._group
           )
+        scalars = {share: of_share.host_scalars() for share, of_share in held.items()}
         total_scalars = np.empty_like(next(iter(scalars.values())))
         peers.exchange.reduce(round_name, scalars, peers.dealt, total_scalars, group=self._group)
         report.result()

@@ -73,7 +73,8 @@ class Experts(nnx.Module):
     compute = functools.partial(_run, self.kernels, shards)
     run = lambda given, weights: shards.run(compute, given, weights, (self.UP_AXES, self.UP_AXES, self.DOWN_AXES))
     out = project.gathering(run)((x_BTD, chosen, scores.astype(x_BTD.dtype)), weights)
-    strength = cfg.load_balance_loss_weight * cfg.num_experts / cfg.num_decoder_layers
+    layers = sum(map(cfg.has_experts, range(cfg.num_decoder_layers)))  # the loss is a mean over layers with experts
+    strength = cfg.load_balance_loss_weight * cfg.num_experts / layers
     out = _balanced(out, probs_BTE, chosen, self.load[...], segment_ids_BT != 0, strength)
     return checkpoint_name(constrain(out, "batch", "length", "embed"), "mlpwo")
 
@@ -240,6 +241,15 @@ def scale_loads(params: Params, mean_weight: Any) -> Params:
   by the number of tokens.
   """
   return _map_experts(lambda layer: layer | {"load": layer["load"] * mean_weight}, params)
+
+
+def only_loads(tree: Any) -> Params:
+  """Returns the loads of a tree of weights or gradients, nested as in the tree."""
+  if not isinstance(tree, dict):
+    return {}
+  if "load" in tree and "router" in tree:
+    return {"load": tree["load"]}
+  return {name: loads for name, value in tree.items() if (loads := only_loads(value))}
 
 
 def pop_expert_counts(grads: Params) -> tuple[Params, list[jax.Array]]:

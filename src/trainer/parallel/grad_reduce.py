@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 from trainer.parallel.mesh import DATA
 
+LOAD = "load"  # the name of a weight whose gradient is a number of tokens for each expert; bfloat16 would round it
+
 
 @dataclasses.dataclass(frozen=True)
 class GradReduce:
@@ -31,7 +33,12 @@ class GradReduce:
     adds_totals: whether `totals` count; False if they are 0. is_sum: the gradient that arrives is a sum over slices
     already. The gradient of the weights themselves is 0.
     """
-    return jax.tree.map(lambda w, total: _attach(w, total, self.dtype, is_sum, adds_totals), weights, totals)
+
+    def attach_one(path: Any, w: jax.Array, total: jax.Array) -> jax.Array:
+      is_count = getattr(path[-1], "key", "") == LOAD if path else False
+      return _attach(w, total, "float32" if is_count else self.dtype, is_sum, adds_totals)
+
+    return jax.tree_util.tree_map_with_path(attach_one, weights, totals)
 
   def rows_are_smaller(self, rows: float, vocab: float, row_dtype: Any) -> bool:
     """Returns whether sending the gradients of `rows` looked-up rows is less than reducing a table of `vocab` rows.

@@ -16,6 +16,7 @@ from trainer.config import counts
 from trainer.config.errors import counted
 from trainer.config.schema import Config
 from trainer.elastic import batch_plan
+from trainer.preflight import host_memory
 from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Choice, PolicyResult, label
 from trainer.program import program
@@ -46,6 +47,8 @@ def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool)
     *lines,
     f"Snapshot: {size(state_bytes)} of host memory per slice and copy, {size(state_bytes / hosts)} per host "
     f"({counted(hosts, 'host')} per slice), two copies while a new one is being written",
+    f"Slices as processes: no snapshots; {size(host_memory.of_sums(4 * parameters) / hosts)} of host memory per host "
+    f"for sums, and {size(state_bytes / hosts)} during a save",
     f"Ramdisk per host: {size(by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
     f"Ramdisk per host: {size(exact)} by exact count, for two saves without a margin",
   ]

@@ -248,7 +248,7 @@ def test_loads_of_experts_are_no_weights_for_an_optimizer_of_ones_own():
   own = optimizers.UserOptimizer(optimizer=optax.add_decayed_weights(0.1))
   optimizer, rate = own.replace(None, None, lambda: weights, {"w": ("embed",), "load": ("load",)})
   updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
-  assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate(7)) == 1
+  assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate.at(7)) == 1
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ CORE = (
 )
 # Programs around the core, which reach it through run/plugins.py. `defaults` names them to the command and the library.
 WORKSHOP = (
-  {"services", "report"},
+  {"services", "report", "trust"},
   {"weights"},
   {"preflight"},
   {"defaults"},

@@ -20,7 +20,7 @@ def extensions() -> Extensions:
   from trainer.report.plugin import Report
   from trainer.run.plugins import Extensions
   from trainer.services.plugin import Services
-  from trainer.services.receipt import ReceiptWriter
+  from trainer.trust.receipt import ReceiptWriter
   from trainer.weights import sources
   from trainer.weights.sample import Sample
   from trainer.weights.tokenizers import KeepTokenizer

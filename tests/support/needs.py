@@ -33,6 +33,6 @@ def _has_cuda() -> bool:
 
 cuda = pytest.mark.skipif(not _has_cuda(), reason="needs the compiler for GPUs: bash setup.sh --gpu")
 
-WORKSHOP = ("services", "report", "weights", "preflight", "launch", "tools")  # docs/how_to/leave_a_part_out.md
+WORKSHOP = ("services", "report", "trust", "weights", "preflight", "launch", "tools")  # docs/how_to/leave_a_part_out.md
 deleted = [name for name in WORKSHOP if importlib.util.find_spec(f"trainer.{name}") is None]
 workshop = pytest.mark.skipif(bool(deleted), reason=f"tests parts that this fork has deleted: {deleted}")

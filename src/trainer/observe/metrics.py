@@ -45,7 +45,7 @@ class StepRecord:
   router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
   slice_seconds: dict[str, float] | None = None  # {slice: seconds of its data and computation}; None: one world
-  proof: dict[str, Any] | None = None  # what a recorder gets and metrics.jsonl has not: see services/receipt.py
+  proof: dict[str, Any] | None = None  # what a recorder gets and metrics.jsonl has not: see trust/receipt.py
 
 
 # The fields of a record that are numbers, and their types as JSON has them.

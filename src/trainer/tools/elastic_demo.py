@@ -13,7 +13,6 @@ proxy client. The run without faults has simulated slices.
 from __future__ import annotations
 
 import math
-import subprocess
 import sys
 import time
 
@@ -21,6 +20,7 @@ from trainer.config import ConfigError, load
 from trainer.config.keys import is_answered
 from trainer.observe import screen
 from trainer.observe.metrics import read_metrics
+from trainer.tools.ends import run_child
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
 _CONFIG = "configs/elastic_demo.yml"
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
     others = [argument for argument in arguments if "=" not in argument or name_of(argument) not in keys]
     command = ["python", "-m", "trainer", *others, *of_run]
     print(f"\n=== {name}: {story}\n{' '.join(command)}", flush=True)
-    code = subprocess.run([sys.executable, *command[1:]], check=False).returncode
+    code = run_child([sys.executable, *command[1:]])
     if code != 0:
       return code
   return _compare(directory)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 import trainer
@@ -19,9 +20,10 @@ from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STATE, FREE
-from trainer.config.schema import Config
-from trainer.services import receipt
-from trainer.services.receipt import Line
+from trainer.tools import compare_checkpoints
+from trainer.tools.ends import run_child
+from trainer.trust import receipt
+from trainer.trust.lines import Line, check
 from trainer.world import SINGLE_WORLD
 
 _REPLAY_KEYS = (
@@ -32,6 +34,9 @@ _REPLAY_KEYS = (
   "enable_report=false profiler= sample_prompt= fault_injection="
 ).split()
 _OF_WORLDS = "shares_per_slice=-1 exchange_network= exchange_streams=-1 elastic_slow_factor=0 cluster_standin=".split()
+# How the same numbers are computed, up to the order of sums: a replay may change these keys, and its bits are others.
+_HOW = {"attention", "scan_layers", "remat_policy", "custom_remat", "per_device_batch_size"}
+_HOW |= {"gradient_accumulation_steps", "compile_xla_flags"}
 _NUMERIC = (CHANGES_STATE | CHANGES_MODEL | CHANGES_DATA_ORDER | FREE) - {"dataset_cache_directory", "eval_sets"}
 
 
@@ -39,18 +44,39 @@ _NUMERIC = (CHANGES_STATE | CHANGES_MODEL | CHANGES_DATA_ORDER | FREE) - {"datas
 class Replay:
   """Steps that were computed again from the checkpoint of step `base`; 0: from the start of the run.
 
-  tolerance: of a loss whose bits are not promised. unlike: why no bits are promised here; "": they are wherever the
-  same slices compute the same rows.
+  tolerance, state_tolerance: of a loss, and of the distance of an array of the last state relative to its norm, where
+  no bits are promised. unlike: why no bits are promised here; "": they are wherever the same slices compute the same
+  rows. folders: of the run and of the replay.
   """
 
   base: int
   lines: dict[int, Line]
   tolerance: float
+  state_tolerance: float
   unlike: str
+  folders: tuple[str, str]
 
   def is_exact(self, line: Line) -> bool:
     """Whether the bits of the step of this line must be those of the run."""
     return not self.unlike and ("weights" in line or line.get("computed") == self.lines[line["step"]].get("computed"))
+
+  def distance(self) -> tuple[str, float] | None:
+    """The array of the last state that differs most from the run's checkpoint, and its distance relative to its norm;
+    None if the run has no checkpoint there."""
+    step = max(self.lines)
+    if step not in _checkpoints(self.folders[0]):
+      return None
+    ours, theirs = (compare_checkpoints.entries(f"{folder}@{step}") for folder in self.folders)
+    return max(((name, _distance(ours[name].read(), theirs[name].read())) for name in theirs), key=lambda one: one[1])
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+  """The norm of the difference, relative to the larger norm; infinite if a value is not finite in one of them."""
+  x, y = (one.astype(np.float64).reshape(-1) for one in (a, b))
+  if np.array_equal(x, y, equal_nan=True):
+    return 0.0
+  found = np.linalg.norm(x - y) / max(np.linalg.norm(x), np.linalg.norm(y))
+  return float(found) if np.isfinite(found) else np.inf
 
 
 def interval(text: str, lines: Mapping[int, Line]) -> tuple[int, int]:
@@ -65,32 +91,37 @@ def interval(text: str, lines: Mapping[int, Line]) -> tuple[int, int]:
   return first, last
 
 
-def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequence[str]) -> Replay:
-  """Computes the steps from `first` to `last` again. keys: key=value that replace those of the run. Raises ConfigError
-  if a checkpoint is missing, the keys do not fit, or the program that computes fails."""
+@contextlib.contextmanager
+def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequence[str]) -> Iterator[Replay]:
+  """Computes the steps from `first` to `last` again; the block can read the folder of the replay. keys: key=value that
+  replace those of the run. Raises ConfigError if a checkpoint is missing, the keys do not fit, or the program that
+  computes fails."""
   base = _base(run, first)
   start = _start(lines, base, last)
   with tempfile.TemporaryDirectory(prefix="replay-") as folder:
     target = Path(folder) / "replay"
     file, (program, changes) = Path(folder) / "config.yml", _plan(start, last, folder, keys)
-    known = {key: value for key, value in start["config"].items() if key in Config().flat()}
-    if dropped := sorted(start["config"].keys() - known.keys()):
-      print(f"Keys of another version are left out: {', '.join(dropped)}.")
-    file.write_text(yaml.safe_dump(known))
+    file.write_text(yaml.safe_dump(start["config"]))
     config = trainer.load(file, *changes)
     if base:
       _lend(f"{run}/checkpoints/{base}", target / "checkpoints" / str(base))
     print(f"Computing steps {base + 1} to {last} again ...", flush=True)
     _run([sys.executable, "-m", *program, str(file), *changes], Path(folder) / "log")
-    found, wrong = receipt.check(receipt.read(str(target)))
+    found, wrong = check(receipt.read(str(target)))
     assert not wrong, wrong
-  tolerance = 1e-5 if config.model.dtype == "float32" else 1e-3
-  computed = {line["step"]: line for line in found if "step" in line}
-  return Replay(base, computed, tolerance, _unlike(start, found[0]))
+    if found[0]["data"] != start["data"]:
+      raise ConfigError(f"--replay: the data or the batch is another one: {found[0]['data']}, not {start['data']}.")
+    tolerances = (1e-5, 1e-2) if config.model.dtype == "float32" else (1e-3, 0.3)
+    computed = {line["step"]: line for line in found if "step" in line}
+    yield Replay(base, computed, *tolerances, _unlike(start, found[0]), (run, str(target)))
+
+
+def _checkpoints(run: str) -> list[int]:
+  return StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None).steps()
 
 
 def _base(run: str, first: int) -> int:
-  steps = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None).steps()
+  steps = _checkpoints(run)
   before = [step for step in steps if step < first]
   if not before and first > 1:
     raise ConfigError(
@@ -128,6 +159,11 @@ def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[lis
   schedule = config["learning_rate_schedule_steps"]
   changes = _pairs(_REPLAY_KEYS) | {"base_output_directory": folder, "steps": str(last)}
   changes["learning_rate_schedule_steps"] = str(config["steps"] if schedule == -1 else schedule)
+  if refused := given.keys() & ((changes.keys() | _NUMERIC) - _HOW):
+    raise ConfigError(
+      f"--replay {min(refused)}=...: this key belongs to what is computed.\nA replay may change only where and how "
+      "steps are computed, for example num_slices."
+    )
   if start["computes"] == "shares" and given.get("cluster", "multiprocess") == "multiprocess":
     changes |= {"elastic_enabled": "true", "elastic_min_slice_count": "1"}
     slices = str(devices["slices"])
@@ -166,10 +202,10 @@ def _lend(source: str, target: Path) -> None:
 
 def _run(command: Sequence[str], log: Path) -> None:
   with log.open("wb") as output:
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, check=False)
-  if done.returncode:
+    code = run_child(command, output)
+  if code:
     tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    raise ConfigError(f"{tail}\nThe replay has ended with exit code {done.returncode}; its last lines are above.")
+    raise ConfigError(f"{tail}\nThe replay has ended with exit code {code}; its last lines are above.")
 
 
 def _unlike(start: Line, here: Line) -> str:
@@ -180,4 +216,6 @@ def _unlike(start: Line, here: Line) -> str:
   packages = ("jax", "jaxlib", "libtpu")
   ours |= {name: here["versions"].get(name) for name in packages}
   theirs |= {name: start["versions"].get(name) for name in packages}
+  ours |= {name: here["config"].get(name) for name in _HOW - {"per_device_batch_size"}}
+  theirs |= {name: start["config"].get(name) for name in _HOW - {"per_device_batch_size"}}
   return ", ".join(f"{name} {theirs[name]} and now {ours[name]}" for name in ours if ours[name] != theirs[name])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,11 +20,12 @@ from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.observe.metrics import METRICS_FILE, read_metrics
-from trainer.services import receipt
-from trainer.services.receipt import Line
 from trainer.tools import compare_checkpoints, replay
 from trainer.tools.ends import exit_code
 from trainer.tools.replay import Replay
+from trainer.trust import lines as lines_lib
+from trainer.trust import receipt
+from trainer.trust.lines import FILE, Line
 from trainer.world import SINGLE_WORLD
 
 _SHOWN = 5  # differences of one kind that are printed
@@ -33,12 +34,14 @@ _COMPARED = ("examples", "loss", "grad_norm", "tokens", "weights")  # bits of a 
 
 @dataclass(frozen=True)
 class Receipt:
-  """The receipt of a run. lines: up to the first wrong one. steps: its lines about steps."""
+  """The receipt of a run. lines: up to the first wrong one. steps: its lines about steps. saved: {step: {array: its
+  fingerprint}} of the checkpoints, once they are read."""
 
   directory: str
   lines: list[Line]
   wrong: list[str]
   steps: dict[int, Line]
+  saved: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,11 +70,11 @@ def _verify(options: argparse.Namespace) -> int:
     problems = against(found, load(options.against))
   elif not problems:
     first_last = replay.interval(options.replay, found.steps) if options.replay else None
-    for part in (_metrics(found), _checkpoints(found)):
+    for part in (lines_lib.contradictions(found.lines), _metrics(found), _checkpoints(found)):
       problems += _some(list(part))
     if first_last and not problems:
-      again = replay.replay(found.directory, found.lines, *first_last, options.keys)
-      problems = replayed(found.steps, again)
+      with replay.replay(found.directory, found.lines, *first_last, options.keys) as again:
+        problems = replayed(found, again)
   for problem in problems:
     print(problem)
   return 1 if problems else 0
@@ -87,13 +90,13 @@ def load(directory: str) -> Receipt:
     raw = []
   if not raw:
     raise ConfigError(
-      f"{directory}: has no {receipt.FILE}. Runs write it unless receipt_state_period=0.\nGive the folder of a run: "
+      f"{directory}: has no {FILE}. Runs write it unless receipt_state_period=0.\nGive the folder of a run: "
       "base_output_directory/run_name."
     )
   if not raw[-1].endswith(b"\n") and len(raw) > 1:
-    print(f"The last line of {receipt.FILE} is cut. The next start of the run removes it.")
+    print(f"The last line of {FILE} is cut. The next start of the run removes it.")
     del raw[-1]
-  lines, wrong = receipt.check(raw)
+  lines, wrong = lines_lib.check(raw)
   return Receipt(directory, lines, wrong, {line["step"]: line for line in lines if "step" in line})
 
 
@@ -117,9 +120,6 @@ def _some(problems: list[str]) -> list[str]:
 def _metrics(found: Receipt) -> Iterator[str]:
   """What metrics.jsonl has otherwise."""
   recorded = {int(record["step"]): record for record in read_metrics(found.directory) if "loss" in record}
-  if not recorded:
-    print(f"{METRICS_FILE}: not there, not compared.")
-    return
   last = max(found.steps, default=0)
   for step, line in found.steps.items():
     if step not in recorded:
@@ -130,7 +130,7 @@ def _metrics(found: Receipt) -> Iterator[str]:
       if line.get(name) != value:
         yield f"step {step}: {name} {_number(value)} in {METRICS_FILE}, {_number(line.get(name))} in the receipt"
   for step in recorded:
-    if step > found.lines[0]["after"] and step not in found.steps:
+    if step not in found.steps:
       yield f"step {step}: is in {METRICS_FILE}, not in the receipt"
   print(f"{METRICS_FILE}: {len(recorded)} steps compared.")
 
@@ -148,15 +148,19 @@ def _checkpoints(found: Receipt) -> Iterator[str]:
         yield f"checkpoint {step}: {reason}"
       continue
     stated = {name: entry["fingerprint"] for name, entry in meta["arrays"].items()}
-    state = found.steps.get(step, {}).get("state")
+    found.saved[step] = prints
+    line = found.steps.get(step, {})
+    state = line.get("state")
     if wrong := _different(stated, prints):
       yield f"checkpoint {step}: {wrong} does not have the fingerprint that it was saved with"
     elif state is not None and (wrong := _different(state, prints)):
       yield f"checkpoint {step}: {wrong} differs from the receipt"
-    elif step not in found.steps and step > found.lines[0]["after"]:
-      yield f"checkpoint {step}: the receipt has no such step"
+    elif (step and not line) or (line.get("from") and state is None):
+      yield f"checkpoint {step}: the receipt has no {'state of this step' if line else 'such step'}"
+    elif state is None:
+      print(f"checkpoint {step}: no state in the receipt. --replay with {step} as its last step compares it.")
     else:
-      print(f"checkpoint {step}: {f'{len(prints)} arrays as in the receipt' if state else 'no state in the receipt'}.")
+      print(f"checkpoint {step}: {len(prints)} arrays as in the receipt.")
 
 
 def _different(a: Mapping[str, str], b: Mapping[str, str]) -> str:
@@ -186,40 +190,47 @@ def _difference(who: str, step: int, a: Line, b: Line) -> list[str]:
   return found + ([f"  state: first in {where}"] if where else [])
 
 
-def replayed(lines: Mapping[int, Line], again: Replay) -> list[str]:
+def replayed(found: Receipt, again: Replay) -> list[str]:
   """What differs first between the run and its replay. Prints what was compared."""
   largest, exact, inexact, states = 0.0, 0, 0, 0
   who = "The run and its replay"
   for step, here in sorted(again.lines.items()):
-    line = lines[step]
+    line = found.steps[step]
+    line = {"state": found.saved[step], **line} if step in found.saved else line
     if inexact or not again.is_exact(line):  # after a step with other bits, no later one has the same
       inexact += 1
       gap = _gap(line["loss"], here["loss"])
       largest = max(largest, gap)
-      if gap > again.tolerance or (line["examples"] and line["examples"] != here["examples"]):
+      if gap > again.tolerance or line["tokens"] != here["tokens"] or line["examples"] not in ("", here["examples"]):
         return [*_difference(who, step, line, here), f"  the losses differ by {gap:.3g} relative to the larger one"]
       continue
     exact, states = exact + 1, states + ("state" in line)
-    if found := _difference(who, step, line, here):
-      return found + _state_after(lines, again, step)
+    if differences := _difference(who, step, line, here):
+      return differences
   if exact:
     print(
       f"Replay: {exact} steps have the same bits: examples, loss, gradient norm, and the state at {states} of them."
     )
-  if inexact:
-    why = again.unlike or "slices computed other rows than in the run"
-    print(
-      f"Replay: the losses of {inexact} steps agree within {again.tolerance:g}, the largest relative difference is "
-      f"{largest:.2g}. Equal bits are not promised: {why}."
-    )
+  return _inexact(again, inexact, largest) if inexact else []
+
+
+def _inexact(again: Replay, steps: int, largest: float) -> list[str]:
+  """Prints how near the last `steps` steps are, and returns what is wrong with the state after them."""
+  why = again.unlike or "slices computed other rows than in the run"
+  print(
+    f"Replay: the losses of {steps} steps agree within {again.tolerance:g}, the largest relative difference is "
+    f"{largest:.2g}. Equal bits are not promised: {why}."
+  )
+  last = max(again.lines)
+  if (found := again.distance()) is None:
+    print(f"The state of step {last} is not compared: the run has no checkpoint of it.")
+    return []
+  name, distance = found
+  text = f"state of step {last}: {name} differs most, by {distance:.2g} of its norm"
+  if distance > again.state_tolerance:
+    return [f"The run and its replay differ in the {text}; {again.state_tolerance:g} is allowed."]
+  print(f"{text[0].upper()}{text[1:]}.")
   return []
-
-
-def _state_after(lines: Mapping[int, Line], again: Replay, step: int) -> list[str]:
-  """Which array differs first in the next recorded state, if `step` has none; []: no array."""
-  recorded = min((s for s in again.lines if s >= step and "state" in lines[s]), default=step)
-  where = _different(lines[recorded]["state"], again.lines[recorded]["state"]) if recorded > step else ""
-  return [f"  the state of step {recorded}: first in {where}"] if where else []
 
 
 def _gap(a: str, b: str) -> float:

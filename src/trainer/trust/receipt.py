@@ -1,19 +1,11 @@
-"""receipt.jsonl: what each committed step of a run computed, in lines that are chained by hash (docs/trust.md).
-
-A line is JSON with sorted keys and without spaces; numbers of the computation are the bits of a float32, as hex. `prev`
-is the hash of the line before it. Last comes `hash`, the SHA-256 of the object before `hash` was added. A line with
-`step` is of a committed step. A line with `after` says which process writes the lines that follow it, and with which
-configuration.
-"""
+"""receipt.jsonl: writes what each committed step of a run computed, in lines that are chained by hash (`lines.py`)."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +13,11 @@ from input_pipeline.batch import DataError
 from trainer.observe import environment, files
 from trainer.observe.metrics import read_metrics
 from trainer.run.plugins import Opened, Plugin
+from trainer.trust.lines import FILE, METRICS, Line, sealed
 
-FILE = "receipt.jsonl"
-DEVICES = {"slices", "devices_per_slice", "platform", "kind"}  # what a replay must know
 NUMBERS = ("loss", "grad_norm", "weights")  # of the record of a step: in a line `weights` is `tokens`
-_ENCODER = json.JSONEncoder(sort_keys=True, separators=(",", ":"), allow_nan=False)
-_HASH = ',"hash":"'  # begins what follows the fields of a line
 _PLACE = re.compile(rb'"(after|step)":(\d+)[,}]')
 _TAIL = 1 << 21  # bytes that hold the last line: one with a state has 80 bytes for each array
-Line = dict[str, Any]
-
-
-def sealed(fields: Line, prev: str) -> tuple[str, str]:
-  """(the line of `fields` after the line with the hash `prev`, its hash)."""
-  body = _ENCODER.encode({**fields, "prev": prev})
-  digest = hashlib.sha256(body.encode()).hexdigest()
-  return f'{body[:-1]}{_HASH}{digest}"}}', digest
 
 
 def bits(number: float) -> str:
@@ -51,57 +32,6 @@ def numbers(record: Line) -> dict[str, str]:
   """The fields of a line that the record of a step in metrics.jsonl has too."""
   found = {name: bits(float(record[name])) for name in NUMBERS if record.get(name) is not None}
   return {"tokens" if name == "weights" else name: value for name, value in found.items()}
-
-
-def check(lines: Iterable[bytes]) -> tuple[list[Line], list[str]]:
-  """(the lines up to the first wrong one, what is wrong)."""
-  good: list[Line] = []
-  prev, step = "", -1
-  for number, raw in enumerate(lines, 1):
-    line, wrong = _line(raw, prev, step)
-    if wrong:
-      return good, [f"{FILE}, line {number}: {wrong}"]
-    good.append(line)
-    prev, step = line["hash"], line["step" if "step" in line else "after"]
-  return good, []
-
-
-def _line(raw: bytes, prev: str, step: int) -> tuple[Line, str]:
-  """(the line, ""), or ({}, why it does not follow the line with the hash `prev` and the step `step`; -1: no line)."""
-  try:
-    line = json.loads(raw)
-    stated = line["hash"]
-    place = line.get("step", line.get("after"))
-    body = raw.rpartition(_HASH.encode())[0]
-    is_whole = body + f'{_HASH}{stated}"}}\n'.encode() == raw and isinstance(place, int)
-    if not is_whole or hashlib.sha256(body + b"}").hexdigest() != stated:
-      return {}, "it was changed: its hash is another one"
-    before, is_complete = line["prev"], _is_complete(line)
-  except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-    return {}, "it is damaged"
-  if before != prev:
-    return {}, "it does not follow the line before it: lines were removed, added or moved"
-  if step == -1 and "after" not in line:
-    return {}, "the first line does not say which run this is"
-  if not is_complete:
-    return {}, "it lacks fields, or has wrong values: no version of this program writes it"
-  if place != step + ("step" in line) and step != -1:
-    return {}, f"it is of step {place} and follows step {step}"
-  return line, ""
-
-
-def _is_complete(line: Line) -> bool:
-  """Whether a line has what its readers need, in the form that they need."""
-  if "step" not in line:
-    found = [line.get(name) for name in ("config", "data", "code", "versions", "devices")]
-    return all(isinstance(one, dict) for one in found) and line["devices"].keys() >= DEVICES and "computes" in line
-  numbers = [line[name] for name in ("loss", "grad_norm", "tokens") if name in line or name == "loss"]
-  state = line.get("state", {})
-  return (
-    isinstance(line["examples"], str)
-    and all(re.fullmatch("nan|[0-9a-f]{8}", number) for number in numbers)
-    and all(isinstance(one, str) for one in state.values())
-  )
 
 
 class ReceiptWriter(Plugin):
@@ -160,7 +90,7 @@ class Writer:
       missing = {record["step"]: record for record in read_metrics(self._directory) if "loss" in record}
       for before in range(self._step + 1, step):
         if before in missing:
-          self._append(before, missing[before], {"from": "metrics.jsonl", "examples": self._examples(before)})
+          self._append(before, missing[before], {"from": METRICS, "examples": self._examples(before)})
 
   def _examples(self, step: int) -> str:
     """The digest of the examples of a step, which are read again; "" if they cannot be read."""
@@ -202,7 +132,6 @@ def head(run: Opened) -> Line:
     "process": run.events.process,
     "devices": _devices(run),
     "computes": "rows" if run.cluster.recovers_in_process else "shares",
-    "seeds": {"weights": config.run.init_weights_seed, "data": config.data.data_shuffle_seed},
   }
 
 

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import posixpath
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from input_pipeline import places, storage
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.folders import LeftOut, is_set_aside, literal, matches
+from input_pipeline.storage import StorageError
+from input_pipeline.storage import is_address as is_address
 
-# Bytes of a request. At 50 ms per request this is above 100 MB/s, and a tokenizer needs less.
-_BLOCK = 2**23
+SCHEMES = ("gs", "s3")
+_LISTING = 2**28  # bytes: what a listing of a large folder may take
 _RANGES = 256  # that are requested at a time
 # What stores say about an object that changes with its content, the best first.
 _VERSIONS = ("generation", "ETag", "etag", "md5Hash", "mtime", "LastModified", "last_modified", "updated", "created")
+_REMEDY = (
+  "Check the address, the credentials, permissions, region and endpoint of this machine (AWS_ACCESS_KEY_ID, "
+  "AWS_PROFILE, AWS_ENDPOINT_URL, ...), or install the package of this kind of address (gs://: bash setup.sh --gcs in "
+  "a clone of the trainer, or python -m pip install gcsfs; s3://: the same with s3 and s3fs), or choose a folder here."
+)
+_answered: set[tuple[str, str]] = set()  # buckets
 
 
 @dataclass(frozen=True)
@@ -40,73 +49,72 @@ class RemoteFile:
   def suffix(self) -> str:
     return posixpath.splitext(self.name)[1]
 
-  def open(self, mode: str = "rb", buffering: int = _BLOCK) -> BinaryIO:
+  def open(self, mode: str = "rb", buffering: int = storage.BLOCK) -> BinaryIO:
     """The file, to be read in requests of at least `buffering` bytes. Reading raises OSError, whatever the store."""
     assert mode == "rb", mode
-    with _as_os_error():
-      return io.BufferedReader(_Raw(self), buffering)
+    return io.BufferedReader(places.Reader(self.address, self.size), buffering)
 
 
-class _Raw(io.RawIOBase):
-  """The bytes of a remote file. Each read is one request, so nothing is open between reads."""
-
-  def __init__(self, file: RemoteFile) -> None:
-    self._system, self._path = _system(file.address)
-    self._size = file.size
-    self._place = 0
-
-  def readable(self) -> bool:
-    return True
-
-  def seekable(self) -> bool:
-    return True
-
-  def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-    self._place = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-    return self._place
-
-  def readinto(self, buffer: Any) -> int:
-    """Raises OSError if the file cannot be read, or has become shorter."""
-    stop = min(self._place + len(buffer), self._size)
-    if self._place >= stop:
-      return 0
-    with _as_os_error():
-      data = self._system.cat_file(self._path, start=self._place, end=stop)
-    if len(data) != stop - self._place:
-      raise OSError(f"it had {self._size} bytes at the start and has become shorter")
-    buffer[: len(data)] = data
-    self._place = stop
-    return len(data)
-
-
-def is_address(value: str) -> bool:
-  """Whether `value` names something in an object store, and not a path of this machine."""
-  return "://" in value
-
-
-def require_bucket(given: str, address: str) -> None:
-  """Raises ConfigError, which begins with `given`, if s3:// has no such bucket, or refuses to list it.
-
-  s3fs would create a bucket that is absent, at the first write. Each bucket is asked for once per process.
-  """
-  scheme, _, rest = address.partition("://")
-  if scheme == "s3" and (reason := _refusal(f"s3://{rest.partition('/')[0]}")):
+def require_address(given: str, value: str, schemes: Collection[str] | None = (*SCHEMES, "file", "memory")) -> None:
+  """Raises ConfigError, which begins with `given`, if `value` is neither a path of this machine nor a possible address
+  of an object store. Asks no store. schemes: of which addresses; None: any. The last two are fsspec's, for tests."""
+  if "://" not in value and not re.match(r"\w+:/", value):
+    return
+  scheme, _, rest = value.partition(":")
+  if not rest.startswith("//") or (schemes is not None and scheme not in schemes):
     raise ConfigError(
-      f"{given}: {reason}.\nCheck the name of the bucket, and the credentials, region and endpoint of this machine "
-      "(AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL, ...), or choose gs:// or a folder of this machine."
+      f"{given}: must be gs://BUCKET/FOLDER, or a folder of this machine, or s3://BUCKET/FOLDER.\n"
+      "Write one of these. A local path has no '://', and starts with ./ if its first name ends in ':'."
+    )
+  for problem in bucket_problems(given, value) if scheme in SCHEMES else ():
+    raise ConfigError(problem)
+
+
+def bucket_problems(given: str, address: str) -> Iterator[str]:
+  """Yields a message if `address`, shown as `given`, names a bucket that cannot exist."""
+  scheme, _, rest = address.partition("://")
+  bucket = rest.partition("/")[0]
+  if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
+    yield (
+      f"{given}: '{bucket}' is not a bucket name: it has 3 or more of a-z, 0-9, - _ and ., and begins and ends with a "
+      f"letter or digit.\nWrite {scheme}://BUCKET/FOLDER with the name of your bucket."
     )
 
 
-@functools.cache
-def _refusal(bucket: str) -> str:
-  """Why a bucket cannot be listed; "": it can."""
+def require_bucket(given: str, address: str) -> None:
+  """Raises ConfigError, which begins with `given`, if there is no such bucket, or it may not be listed, and
+  StorageError if the store does not work now. Each bucket is asked for until it has answered once."""
+  scheme, _, rest = address.partition("://")
+  bucket = rest.partition("/")[0]
+  if scheme not in SCHEMES or (scheme, bucket) in _answered:
+    return
+  place = f"{scheme}://{bucket}"
   try:
-    with _as_os_error():
-      system, path = _system(bucket)
-      system.info(path)
-  except OSError as error:
-    return "there is no such bucket" if isinstance(error, FileNotFoundError) else " ".join(str(error).split())
-  return ""
+    with _explained(given):
+      if scheme == "s3":  # s3fs would create a bucket that is absent, at the first write
+        storage.ask("found", place, "info")
+      else:
+        storage.perform("listed", place, lambda: _list_one(place))
+  except FileNotFoundError:
+    raise ConfigError(f"{given}: there is no such bucket.\n{_REMEDY}") from None
+  _answered.add((scheme, bucket))
+
+
+def _list_one(place: str) -> None:
+  """Lists one object of a bucket of gs://. Its metadata needs a permission that users of objects may lack."""
+  system, bucket = storage.system(place)
+  system.call("GET", "b/{}/o", bucket, maxResults=1, json_out=True, timeout=storage.seconds())
+
+
+@contextmanager
+def _explained(given: str) -> Iterator[None]:
+  """Makes a ConfigError of a StorageError that will not pass."""
+  try:
+    yield
+  except StorageError as error:
+    if error.passes:
+      raise
+    raise ConfigError(f"{given}: {error}.\n{_REMEDY}") from None
 
 
 def read(key: str, path: str) -> bytes:
@@ -125,58 +133,54 @@ def find(key: str, address: str, names: Sequence[str], left: LeftOut | None = No
 
   Folders are searched with their subfolders. Hidden names are skipped, and names that begin with _ are left out. No
   file: an empty list. `key`: for messages. left: gets the other files of a folder.
-  Raises ConfigError if a package is missing, or the store cannot be reached.
+  Raises ConfigError if a package is missing or the store refuses, and StorageError if it does not work now.
   """
   left = left or LeftOut()
-  try:
-    with _as_os_error():
-      system, path = _system(address)
-      found = [file for match in _matches(system, path, left) for file in _files(system, match, names, left)]
-  except FileNotFoundError:
-    return []
-  except OSError as error:
-    raise ConfigError(
-      f"{key}={shorten(address)}: cannot be listed ({' '.join(str(error).split())}).\n"
-      "Check the address, the permissions and the network, or install the package of this kind of address (gs://: "
-      "bash setup.sh --gcs in a clone of the trainer, or python -m pip install gcsfs; s3://: the same with s3 and "
-      "s3fs), or copy the files here."
-    ) from error
-  return found
+  require_address(f"{key}={shorten(address)}", address, None)
+
+  with _explained(f"{key}={shorten(address)}"):
+    try:
+      return [file for match in _matches(address, left) for file in _files(match, names, left)]
+    except FileNotFoundError:
+      return []
 
 
-def _matches(system: Any, path: str, left: LeftOut) -> Iterator[dict[str, Any]]:
-  """Yields what the store says about the file, the folder or the matches of the pattern `path`."""
-  if not any(character in path for character in "*?"):
-    yield system.info(path)
+def _matches(address: str, left: LeftOut) -> Iterator[dict[str, Any]]:
+  """Yields what the store says about the file, the folder or the matches of the pattern `address`."""
+  if not any(character in address for character in "*?"):
+    yield storage.ask("found", address, "info") | {"address": address}
     return
-  for name, info in system.glob(literal(path), detail=True).items():
+  for name, info in storage.ask("listed", literal(address), "glob", detail=True).items():
+    found, path = storage.system(address)
+    place = found.unstrip_protocol(name)
     if is_set_aside(name.split("/"), path.split("/")):
-      left.add_underscore(system.unstrip_protocol(name))
+      left.add_underscore(place)
     elif _hidden(name) <= _hidden(path):
-      yield info
+      yield info | {"address": place}
 
 
-def _files(system: Any, match: dict[str, Any], names: Sequence[str], left: LeftOut) -> Iterator[RemoteFile]:
+def _files(match: dict[str, Any], names: Sequence[str], left: LeftOut) -> Iterator[RemoteFile]:
   """Yields the files of a match: the file itself, or the files of a folder."""
+  unstrip = storage.system(match["address"])[0].unstrip_protocol
   if match["type"] != "directory":
-    yield _file(system, match["name"], match)
+    yield _file(unstrip(match["name"]), match)
     return
   folder = match["name"].rstrip("/")
-  for path, info in system.find(folder, detail=True).items():
+  for path, info in storage.ask("listed", unstrip(folder), "find", detail=True, size=_LISTING).items():
     inside = path.removeprefix(folder)
     if _hidden(inside):
       continue
     if is_set_aside(inside.split("/")):
-      left.add_underscore(system.unstrip_protocol(path))
+      left.add_underscore(unstrip(path))
     elif matches(posixpath.basename(path), names):
-      yield _file(system, path, info)
+      yield _file(unstrip(path), info)
     else:
-      left.add_file(path, system.unstrip_protocol(path))
+      left.add_file(path, unstrip(path))
 
 
-def _file(system: Any, path: str, info: dict[str, Any]) -> RemoteFile:
+def _file(address: str, info: dict[str, Any]) -> RemoteFile:
   version = next((str(info[key]) for key in _VERSIONS if info.get(key)), "")
-  return RemoteFile(system.unstrip_protocol(path), _size(info), version)
+  return RemoteFile(address, _size(info), version)
 
 
 def _hidden(path: str) -> set[str]:
@@ -194,26 +198,12 @@ def ranges(files: Sequence[RemoteFile], wanted: Sequence[tuple[int, int]]) -> It
   """Yields bytes start to stop (excluded) of each file, with many requests at a time. Raises OSError."""
   for first in range(0, len(files), _RANGES):
     group, limits = files[first : first + _RANGES], wanted[first : first + _RANGES]
-    with _as_os_error():
-      system, _ = _system(group[0].address)
-      paths = [_system(file.address)[1] for file in group]
-      starts, stops = (list(side) for side in zip(*limits))
-      yield from system.cat_ranges(paths, starts, stops, on_error="raise")
+    starts, stops = (list(side) for side in zip(*limits))
 
+    def read(group: Sequence[RemoteFile] = group, starts: list[int] = starts, stops: list[int] = stops) -> list[bytes]:
+      found, _ = storage.system(group[0].address)
+      paths = [storage.system(file.address)[1] for file in group]
+      limit = storage.in_time(found, sum(stops) - sum(starts))
+      return found.cat_ranges(paths, starts, stops, on_error="raise", **limit)
 
-def _system(address: str) -> tuple[Any, str]:
-  """(file system of fsspec, path in it). Raises ImportError or ValueError if no package reads such an address."""
-  from fsspec import core
-
-  return core.url_to_fs(address)
-
-
-@contextmanager
-def _as_os_error() -> Iterator[None]:
-  """Makes an OSError of any error: every package of an object store has errors of its own."""
-  try:
-    yield
-  except OSError:
-    raise
-  except Exception as error:
-    raise OSError(f"{type(error).__name__}: {error}") from error
+    yield from storage.perform("read", group[0].address, read)

@@ -20,7 +20,9 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   argv: default: the arguments of the process. signals: the handlers of the process, which listen already; None: the
   process keeps the handlers that it has.
   """
-  from trainer.config import ConfigError, cli, validate
+  from input_pipeline.storage import StorageError
+  from trainer.config import cli, validate
+  from trainer.config.errors import ConfigError, tell_end
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
 
@@ -45,9 +47,8 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
     return app.run(config, defaults.extensions, signals or Signals(), started, origins).code
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return BAD_INPUT
+  except (ConfigError, StorageError) as error:
+    return tell_end(error)
   except KeyboardInterrupt:  # before there is a log, or once it is closed
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED

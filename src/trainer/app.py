@@ -60,6 +60,7 @@ def run(
     cluster_lib.check_environment()
     from input_pipeline.workers import WorkerLost
     from pathways_standin.process import StandinLost
+    from trainer.checkpoint.errors import CheckpointError
     from trainer.config import ConfigError
     from trainer.elastic import retry
     from trainer.process import compilation_cache, open_files
@@ -82,7 +83,7 @@ def run(
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       config, origins, note = _with_remat_policy(config, origins, cluster, added)
       session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, added))
-    except (ConfigError, RunEnded, WorkerLost, StandinLost, OSError) as error:
+    except (ConfigError, CheckpointError, RunEnded, WorkerLost, StandinLost, OSError) as error:
       return _not_opened(error, is_reported, tell)
     if note:
       session.log.line(note)
@@ -96,6 +97,8 @@ def run(
 
 def _not_opened(error: Exception, is_reported: Callable[[], bool], tell: Callable[[str], None]) -> Ended:
   """The end of a process whose run was never open."""
+  from input_pipeline import storage
+  from trainer.checkpoint.errors import CheckpointError
   from trainer.config import ConfigError
   from worlds.peers import RunEnded
 
@@ -106,9 +109,11 @@ def _not_opened(error: Exception, is_reported: Callable[[], bool], tell: Callabl
   if isinstance(error, RunEnded):  # while this process started, or the supervisor does not let it join
     tell(str(error) or f"The run has ended with exit code {error.code}.")
     return Ended(error.code, error)
-  if isinstance(error, OSError):  # a folder of the run or of the data cannot be opened, although it passed the checks
-    tell(f"error: cannot start the run: {error}\nFix this, or choose another folder.")
-    return Ended(BAD_INPUT, error)
+  if isinstance(error, OSError | CheckpointError):  # a folder cannot be opened, although it passed the checks
+    failed = storage.failure(error)
+    remedy = "Fix this, or choose another folder." if failed is None else failed.remedy
+    tell(f"error: cannot start the run: {error}\n{remedy}")
+    return Ended(FAILED if failed is not None and failed.passes else BAD_INPUT, error)
   tell(f"error: {error} Start again, with more memory if it is killed again.")  # a process that helps this one
   return Ended(FAILED, error)
 
@@ -154,6 +159,7 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   """Runs attempts until the run is complete, must stop or fails. tell: gets what ended the run."""
   import functools
 
+  from input_pipeline import storage
   from trainer import train
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.config import ConfigError
@@ -186,7 +192,8 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
     cluster.coordination.finished(FAILED)
     return Ended(FAILED, error)
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
-    tell(traceback.format_exc())
+    told = isinstance(error, CheckpointError | OSError) and storage.failure(error) is not None
+    tell(f"error: {error}" if told else traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
       cluster.coordination.finished(FAILED)
     if advice := runtime_errors.advice(error):

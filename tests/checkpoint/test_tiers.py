@@ -17,6 +17,7 @@ import pytest
 from tests.support import toy_state
 
 from input_pipeline.locks import FolderLock
+from input_pipeline.places import Place
 from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, NonFiniteState
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.tiers import Tiers
@@ -177,8 +178,8 @@ def test_the_newest_two_damaged_checkpoints_are_kept(tmp_path):
   assert {path.name for path in old.parent.iterdir()} == kept
   assert f"Deleted {old}: the newest 2 damaged checkpoints are kept." in recorder.lines
   assert Persistent(str(root), toy_state.config(), world=SingleWorld()).rejected() == {
-    old.with_name("8"): "manifest.json is missing",
-    old.with_name("10"): "meta.json has 7 bytes instead of 2054",
+    Place(str(old.with_name("8"))): "manifest.json is missing",
+    Place(str(old.with_name("10"))): "meta.json has 7 bytes instead of 2054",
   }
 
 

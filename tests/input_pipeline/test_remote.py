@@ -94,7 +94,7 @@ def test_text_of_an_address_is_that_of_the_same_folder(tmp_path, store):
     ("memory://bucket/none", "jsonl", r"grain_train_files=memory://bucket/none: .* has no files"),
     ("memory://bucket/none*", "parquet", "has no files with grain_file_type=parquet"),
     ("memory://bucket/a.jsonl", "arrayrecord", "opens only files of this machine.\nMount the bucket as a folder"),
-    ("nothing://bucket/a", "jsonl", r"cannot be listed \(ValueError: Protocol not known: nothing"),
+    ("nothing://bucket/a", "jsonl", r"cannot be found: ValueError: Protocol not known: nothing"),
     ("memory://bucket/a.jsonl; {folder}/b.jsonl", "jsonl", "some files are local and some are not"),
     ("memory://bucket/empty.jsonl", "jsonl", "memory:///bucket/empty.jsonl is an empty file"),
   ],

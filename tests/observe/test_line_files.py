@@ -1,15 +1,15 @@
-"""The object-store side of the line files, through etils and a bucket that refuses what real ones refuse."""
+"""The object-store side of the line files, through a bucket that refuses what real ones refuse."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
-import fsspec
 import pytest
-from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
+from input_pipeline import storage
 from trainer.observe import files, log
 
 
@@ -42,8 +42,7 @@ def bucket(tmp_path, monkeypatch):
       return super().open(path, mode, **options)
 
   Bucket.answers.set()
-  fsspec.register_implementation("gcs", Bucket, clobber=True)
-  monkeypatch.setattr(backend.fsspec_backend, "_get_filesystem", lambda name: Bucket())
+  monkeypatch.setitem(storage._systems, (os.getpid(), "gs"), Bucket(auto_mkdir=True))
   return Bucket
 
 

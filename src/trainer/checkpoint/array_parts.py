@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from input_pipeline.places import Place
 from trainer.checkpoint import s3
 from trainer.checkpoint.arrays import tiles
 from trainer.checkpoint.arrays.fingerprint import Blocks
@@ -23,8 +24,8 @@ _REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request
 _THREADS = 16  # at most: each holds a block or two
 
 
-def read_whole(folder: Any, name: str) -> np.ndarray:
-  """An array of a checkpoint. folder: an epath. Raises Rejected if it cannot be read."""
+def read_whole(folder: Place, name: str) -> np.ndarray:
+  """An array of a checkpoint. Raises Rejected if it cannot be read."""
   import tensorstore
 
   kvstore = {"driver": "ocdbt", "base": _place(folder), "path": f"{name}/"}
@@ -34,7 +35,7 @@ def read_whole(folder: Any, name: str) -> np.ndarray:
     raise Rejected(f"{name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _place(folder: Any) -> Any:
+def _place(folder: Place) -> Any:
   """Where tensorstore finds the arrays of a checkpoint."""
   base = f"{folder}/state"
   return s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if '://' in base else f'file://{base}'}/"
@@ -43,8 +44,7 @@ def _place(folder: Any) -> Any:
 class ArrayParts:
   """The arrays of a checkpoint in the format of `Persistent`: zarr3 in OCDBT, without compression."""
 
-  def __init__(self, folder: Any) -> None:
-    """folder: an epath."""
+  def __init__(self, folder: Place) -> None:
     import tensorstore
 
     self._store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _place(folder)}).result()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import zlib
@@ -10,34 +11,35 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent import futures
 from typing import Any
 
+from input_pipeline.places import Place
+from input_pipeline.storage import StorageError
 from trainer.checkpoint.errors import Rejected
 
 BLOCK = 4 << 20  # bytes read at once
 
 
-def read(path: Any) -> bytes:
+def read(path: Place) -> bytes:
   """The content of a small file. Raises Rejected if it is missing, unreadable or no regular file; see `_readable`."""
   with _readable(path, path.name):
     return path.read_bytes()
 
 
 @contextlib.contextmanager
-def _readable(path: Any, name: str) -> Iterator[None]:
+def _readable(path: Place, name: str) -> Iterator[None]:
   """Raises Rejected, which calls the file `name`, if it is missing, no regular file, or the block cannot read it.
 
-  A pipe is never opened: reading it would wait for ever. In an object store an error may be an outage, which says
-  nothing about the checkpoint: OSError.
+  A pipe is never opened: reading it would wait for ever. An outage says nothing about the checkpoint: StorageError.
   """
-  remote = "://" in str(path)
   try:
-    # epath's is_file is also true for pipes. An object store has nothing but files.
-    if not (path.exists() if remote else os.path.isfile(path)):
-      raise Rejected(f"{name} is no regular file" if path.exists() else f"{name} is missing")
+    if not path.is_remote and path.exists() and not os.path.isfile(path):
+      raise Rejected(f"{name} is no regular file")
     yield
-  except OSError as error:
-    if remote:
+  except FileNotFoundError:
+    raise Rejected(f"{name} is missing") from None
+  except StorageError as error:
+    if path.is_remote or error.errno == errno.ESTALE:
       raise
-    raise Rejected(f"{name} cannot be read: {error.strerror or error}") from error
+    raise Rejected(f"{name} cannot be read: {error}") from error
 
 
 def dump(value: Any) -> bytes:
@@ -57,7 +59,7 @@ def parse(data: bytes, name: str) -> dict[str, Any]:
   return value
 
 
-def file_crc(path: Any) -> tuple[int, int]:
+def file_crc(path: Place) -> tuple[int, int]:
   """(bytes, CRC-32) of a file, read in blocks."""
   size, crc = 0, 0
   with path.open("rb") as file:
@@ -67,21 +69,21 @@ def file_crc(path: Any) -> tuple[int, int]:
   return size, crc
 
 
-def walk(root: Any, prefix: str = "") -> Iterable[str]:
-  """Relative names of all files below an epath, sorted."""
-  for child in sorted(root.iterdir(), key=lambda p: p.name):
+def walk(root: Place, prefix: str = "") -> Iterable[str]:
+  """Relative names of all files below a folder, sorted."""
+  for child in root.iterdir():
     if child.is_dir():
       yield from walk(child, f"{prefix}{child.name}/")
     else:
       yield prefix + child.name
 
 
-def manifest(root: Any, skip: frozenset[str], crc_limit: int | None) -> dict[str, dict[str, int]]:
+def manifest(root: Place, skip: frozenset[str], crc_limit: int | None) -> dict[str, dict[str, int]]:
   """{relative name: {"bytes", "crc32"}} of the files below root; files above crc_limit bytes get only their size."""
 
   def entry(name: str) -> dict[str, int]:
     path = root / name
-    if crc_limit is not None and (size := path.stat().length) > crc_limit:
+    if crc_limit is not None and (size := path.stat().size) > crc_limit:
       return {"bytes": size}
     size, crc = file_crc(path)
     return {"bytes": size, "crc32": crc}
@@ -91,13 +93,13 @@ def manifest(root: Any, skip: frozenset[str], crc_limit: int | None) -> dict[str
     return dict(zip(names, pool.map(entry, names)))
 
 
-def check(root: Any, entries: Mapping[str, Mapping[str, int]]) -> None:
+def check(root: Place, entries: Mapping[str, Mapping[str, int]]) -> None:
   """Raises Rejected, naming the first such file, if a file is missing or not as the manifest says."""
 
   def check_one(name: str) -> None:
     path, entry = root / name, entries[name]
     with _readable(path, name):
-      size = path.stat().length
+      size = path.stat().size
       if size != entry.get("bytes"):
         raise Rejected(f"{name} has {size} bytes instead of {entry.get('bytes')}")
       if "crc32" in entry and file_crc(path)[1] != entry["crc32"]:

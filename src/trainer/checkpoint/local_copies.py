@@ -21,6 +21,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline.places import Place
 from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes
 from trainer.checkpoint.arrays.boxes import Box
@@ -122,7 +123,7 @@ class LocalCopies:
     for copy in sorted(self.files("json"), key=lambda c: (c.step, c.slice, c.process)):
       path = copy.path(self.root, "json")
       try:
-        entry = checksums.parse(checksums.read(path), path.name)
+        entry = checksums.parse(checksums.read(Place(str(path))), path.name)
         if missing := [key for key in ("run", "digest", "meta", "parts") if key not in entry]:
           raise Rejected(f"it lacks {', '.join(missing)}")
         check_meta(entry["meta"])

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from input_pipeline.places import Place
 from trainer.checkpoint import s3, step_folders
 from trainer.checkpoint.array_parts import BLOCK
 from trainer.checkpoint.arrays import fingerprint, state_tree
@@ -37,8 +38,8 @@ class Lazy:
     return self.size * self.dtype.itemsize
 
 
-def write(folder: Any, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
-  """Writes the checkpoint `folder` (an epath). meta: JSON, without "arrays". done: called with each name.
+def write(folder: Place, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], done: Callable[[str], object]) -> None:
+  """Writes the checkpoint `folder`. meta: JSON, without "arrays". done: called with each name.
 
   An array is made while those before it are written, if all together are no larger than the largest. Does not wait
   until the files are on the disk. Raises OSError if the storage fails, and Rejected, which names the array, if a value

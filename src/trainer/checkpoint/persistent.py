@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import jax
 
+from input_pipeline import storage
 from trainer.checkpoint import background, retention, s3, step_folders
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
@@ -30,6 +31,8 @@ from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
 from trainer.process import runtime_errors
 from trainer.world import World
+
+_PATIENCE_SECONDS = 15.0  # for a store that does not answer while the training waits: the next save tries again
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Persistent(StepFolders):
       import orbax.checkpoint as ocp
 
       args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat))
-      self._orbax_writer().save(self.directory / str(step), args=args, force=True)
+      self._orbax_writer().save(str(self.directory / str(step)), args=args, force=True)
     except jax.errors.JaxRuntimeError:
       raise
     except Exception as error:
@@ -123,21 +126,25 @@ class Persistent(StepFolders):
     if the run's folder is not the one of the start.
     """
     try:
-      self._check_run_folder(step)
-      if self._committed(str(step)) and str(step) not in self._unusable:
-        return True, ""
-      if "://" not in str(self.directory):
-        self.directory.mkdir(parents=True, exist_ok=True)
-      self._begin_to_write()
-      for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
-        if path.exists():
-          step_folders.remove_folder(path)
-      if "://" not in str(self.directory):
-        temporary.mkdir()
-        temporary.rmdir()
+      with storage.limited(_PATIENCE_SECONDS):  # the training waits
+        return self._make_room(step), ""
     except OSError as error:
       return False, str(self._failed(step, error))
-    return False, ""
+
+  def _make_room(self, step: int) -> bool:
+    """As `_prepare`. Whether the step is saved already."""
+    self._check_run_folder(step)
+    if self._committed(str(step)) and str(step) not in self._unusable:
+      return True
+    self.directory.mkdir(parents=True, exist_ok=True)
+    self._begin_to_write()
+    for path in (self.directory / str(step), temporary := self.directory / f"{step}{UNFINISHED}"):
+      if path.exists():
+        step_folders.remove_folder(path)
+    if not self.directory.is_remote:
+      temporary.mkdir()
+      temporary.rmtree()
+    return False
 
   def _check_run_folder(self, step: int) -> None:
     if self._run_id:
@@ -224,17 +231,20 @@ class Persistent(StepFolders):
     save, self._save, self._writing = self._save, None, None
     if save is not None and save.barriers is not None:
       save.barriers.fail(str(self._failed(step, error)))
-    for name in (f"{step}{UNFINISHED}", str(step)):
-      path = self.directory / name
-      if self._world.is_primary and path.exists() and not self._committed(name):
-        with contextlib.suppress(OSError):  # report the first error
+    with contextlib.suppress(OSError), storage.limited(_PATIENCE_SECONDS):  # report the first error
+      for name in (f"{step}{UNFINISHED}", str(step)) if self._world.is_primary else ():
+        path = self.directory / name
+        if path.exists() and not self._committed(name):
           path.rmtree()
     if isinstance(error, CheckpointError | jax.errors.JaxRuntimeError):
       return error
     try:
-      self._check_run_folder(step)
+      with storage.limited(_PATIENCE_SECONDS):
+        self._check_run_folder(step)
     except CheckpointError as moved:  # the reason for whatever Orbax reports
       return moved
+    except OSError as now:
+      return self._failed(step, now)
     return self._failed(step, error)
 
   def _failed(self, step: int, error: BaseException) -> CheckpointError:
@@ -301,13 +311,7 @@ class Persistent(StepFolders):
   def verified(self, step: int) -> dict[str, Any]:
     """The meta of a committed step. The processes share the work, and raise Rejected or CheckpointError together."""
 
-    def verify() -> dict[str, Any]:
-      try:
-        return self.verify(step, self._world.rank, self._world.size)
-      except OSError as error:
-        raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
-
-    return together(self._world, verify)
+    return together(self._world, lambda: self.verify(step, self._world.rank, self._world.size))
 
   def load(self, step: int, abstract: Any, meta: Mapping[str, Any]) -> Any:
     """The state of `step` (meta: as from `verify`) with the shapes, types and shardings of `abstract`.
@@ -335,13 +339,12 @@ class Persistent(StepFolders):
     )
     try:
       with ocp.Checkpointer(_handler(alone), multiprocessing_options=alone) as reader:
-        arrays = reader.restore(self.directory / str(step), args=ocp.args.Composite(state=args)).state
+        arrays = reader.restore(str(self.directory / str(step)), args=ocp.args.Composite(state=args)).state
         return jax.block_until_ready(arrays)
     except (jax.errors.JaxRuntimeError, TypeError, AttributeError, AssertionError, MemoryError):
       raise  # the checkpoint may be good
     except Exception as error:  # Orbax reports lost data as a bare Exception
-      text = " ".join(str(e) for e in (error, error.__cause__) if e is not None)
-      if runtime_errors.is_outage(text) or isinstance(error, PermissionError):
+      if any(map(storage.is_outage, runtime_errors.causes(error, explicit=True))):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
 

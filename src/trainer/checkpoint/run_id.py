@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from typing import Any
 
-from trainer import world as world_lib
-from trainer.checkpoint import checksums
+from input_pipeline import places
+from input_pipeline.places import Place
 from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.together import on_primary
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.world import World
@@ -20,12 +20,10 @@ from trainer.world import World
 FILE = "run_id"
 
 
-def folder(run_directory: str) -> Any:
-  """The run's folder as an epath. Orbax refuses relative paths and ~; a URL (gs://) is absolute as it is."""
-  from etils import epath
-
+def folder(run_directory: str) -> Place:
+  """The run's folder. Raises ConfigError if there can be no such folder."""
   files.check_address(run_directory)
-  return epath.Path(run_directory if "://" in run_directory else os.path.abspath(os.path.expanduser(run_directory)))
+  return places.at(run_directory)
 
 
 def split(place: str) -> tuple[str, str]:
@@ -34,6 +32,7 @@ def split(place: str) -> tuple[str, str]:
   Raises ConfigError for another word after a run's folder.
   """
   place = os.path.expanduser(place)
+  files.check_address(place)
   directory, at, step = place.rpartition("@")
   if not at or files.exists(place):
     return place, ""
@@ -48,28 +47,33 @@ def establish(run_directory: str, world: World, fresh: str = "") -> str:
   """The id of the run on every process. The primary creates folder and id on the first start.
 
   fresh: the id of a new run, where several worlds start it at the same time; "": a random one. Raises ConfigError if
-  the id cannot be read or written.
+  something else has the name of the id, and CheckpointError if storage fails.
   """
-  found, failed = "", ""
-  if world.is_primary:
+
+  def find() -> str:
     try:
-      found = read(run_directory) or _create(folder(run_directory), fresh or secrets.token_hex(6))
-    except (OSError, Rejected) as error:
-      failed = f"{run_directory}/{FILE}: {error}. Delete it if it is no file of a run; local copies are then not used"
-  found, failed = world_lib.from_primary(world, [found, failed])
-  if failed:
-    raise ConfigError(failed)
-  return str(found)
+      return read(run_directory) or _create(folder(run_directory), fresh or secrets.token_hex(6))
+    except Rejected as error:
+      raise ConfigError(
+        f"{run_directory}/{error}. Delete it if it is no file of a run; local copies are then not used"
+      ) from error
+
+  return on_primary(world, find)
 
 
 def read(run_directory: str) -> str:
-  """The id in the run's folder; "" if there is none. Raises Rejected if it is no readable file."""
+  """The id in the run's folder; "" if there is none. Raises Rejected if it is no file, and StorageError."""
   path = folder(run_directory) / FILE
-  return checksums.read(path).decode(errors="replace").strip() if path.exists() else ""
+  if not path.exists():
+    return ""
+  if not path.is_remote and not os.path.isfile(path):  # reading a pipe would wait for ever
+    raise Rejected(f"{FILE} is no regular file")
+  return path.read_bytes().decode(errors="replace").strip()
 
 
 def require(run_directory: str, expected: str, what: str) -> None:
-  """Raises CheckpointError, which begins with `what`, if the id in the run's folder is not `expected`."""
+  """Raises CheckpointError, which begins with `what`, if the id in the run's folder is not `expected`, and StorageError
+  if it cannot be read: that says nothing about the folder."""
   try:
     found = read(run_directory)
   except Rejected as reason:
@@ -81,9 +85,7 @@ def require(run_directory: str, expected: str, what: str) -> None:
     )
 
 
-def _create(path: Any, made: str) -> str:
+def _create(path: Place, made: str) -> str:
   path.mkdir(parents=True, exist_ok=True)
-  temporary = path / f"{FILE}.{secrets.token_hex(4)}.tmp"  # another world may create the same file now
-  temporary.write_text(made + "\n")
-  temporary.replace(path / FILE)
+  (path / FILE).write_text(made + "\n")
   return made

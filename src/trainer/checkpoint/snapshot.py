@@ -226,7 +226,8 @@ class Snapshots:
     return [] if whole is None else [Candidate(whole.step, str(i)) for i in sorted(whole.copies)]
 
   def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
-    """(state, meta) from the copy of one slice. The copy stays available for another recovery.
+    """(state, meta) from the copy of one slice. The copy stays available for another recovery, also after an error of
+    the runtime: the slice that holds it may not answer, or one that receives it.
 
     `accept` is not called: this process itself took the snapshot.
     """
@@ -244,9 +245,6 @@ class Snapshots:
     except Rejected:
       del whole.copies[i]
       raise
-    except jax.errors.JaxRuntimeError as error:
-      # The slice that holds the copy has died, or a slice that receives it. The copy is kept for the second case.
-      raise Rejected(f"slice {i} or a receiving slice does not answer: {error}") from error
 
   def path(self, candidate: Candidate) -> str:
     return f"memory of slice {candidate.copy}"

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from input_pipeline.locks import FolderLock
-from trainer import world as world_lib
+from input_pipeline.places import Place
+from input_pipeline.storage import StorageError
 from trainer.checkpoint import checksums
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.backup import LogLine
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
-from trainer.observe import environment, files
+from trainer.checkpoint.together import on_primary
+from trainer.observe import environment
 from trainer.world import World
 
+T = TypeVar("T")
 STEP = re.compile("0|[1-9][0-9]{0,17}")  # the name of a step's folder; not 0050, nor digits of other scripts
 UNFINISHED = ".orbax-checkpoint-tmp"
 COMMIT = "commit_success.txt"
@@ -38,10 +42,10 @@ _UNSEALED = frozenset({"_CHECKPOINT_METADATA", COMMIT, MANIFEST})
 _OBJECT_STORE_CRC_LIMIT = 1 << 20
 
 
-def seal(folder: Any, meta: Mapping[str, Any]) -> None:
-  """Writes the meta, with the versions of the libraries, and the manifest of all files. folder: an epath, of a step."""
+def seal(folder: Place, meta: Mapping[str, Any]) -> None:
+  """Writes the meta, with the versions of the libraries, and the manifest of all files. folder: of a step."""
   (folder / META).write_bytes(checksums.dump({**meta, "versions": environment.versions()}))
-  limit = _OBJECT_STORE_CRC_LIMIT if "://" in str(folder) else None
+  limit = _OBJECT_STORE_CRC_LIMIT if folder.is_remote else None
   (folder / MANIFEST).write_bytes(checksums.dump(checksums.manifest(folder, _UNSEALED, limit)))
 
 
@@ -54,36 +58,21 @@ class StepFolders:
     self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them
     self._writing: FolderLock | None = None  # while this process writes a step
 
-  def _on_primary(self, call: Callable[[], Any]) -> Any:
-    """The JSON value of call() on the primary, on every process. Every process raises CheckpointError if it failed."""
-    value, failed = None, ""
-    if self._world.is_primary:
-      try:
-        value = call()
-      except CheckpointError as error:
-        failed = str(error)
-      except OSError as error:
-        failed = f"{self.directory} cannot be read: {error}"
-    value, failed = world_lib.from_primary(self._world, [value, failed])
-    if failed:
-      raise CheckpointError(failed)
-    return value
+  def _on_primary(self, call: Callable[[], T]) -> T:
+    return on_primary(self._world, call)
 
-  def _folders(self, directory: Any = None) -> list[Any]:
+  def _folders(self, directory: Place | None = None) -> list[Place]:
     """The content of a folder; default: the one with the steps."""
-    directory = directory or self.directory
-    if "://" in str(directory):
-      directory = files.object_folder(str(directory))
     try:
-      return list(directory.iterdir())
+      return list((directory or self.directory).iterdir())
     except FileNotFoundError:  # not made yet, or moved away by the user
       return []
-    except OSError as error:
-      raise CheckpointError(f"{directory} cannot be listed: {error}. Check that it is a readable folder") from error
+    except NotADirectoryError as error:
+      raise CheckpointError(f"{directory or self.directory} cannot be listed: it is a file. Move it away") from error
 
   def _committed(self, name: str) -> bool:
     path = self.directory / name
-    return bool(STEP.fullmatch(name)) and (path / COMMIT).exists() and not (path / DELETED).exists()
+    return bool(STEP.fullmatch(name)) and _has(path / COMMIT) and not _has(path / DELETED)
 
   def steps(self) -> list[int]:
     """Committed steps, oldest first. They may be damaged: see `verify`."""
@@ -101,8 +90,6 @@ class StepFolders:
 
   def is_gone(self, step: int) -> bool:
     """Whether a step is not committed any more."""
-    if "://" in str(self.directory):
-      files.object_folder(str(self.directory / str(step)))  # another process deletes it
     return not self._committed(str(step))
 
   def newest(self) -> tuple[int, float] | None:
@@ -114,7 +101,7 @@ class StepFolders:
       at, steps = 0.0, self.steps()[-1:]
       for step in steps:
         with contextlib.suppress(OSError):
-          at = files.modified(self.directory / str(step) / COMMIT)
+          at = (self.directory / str(step) / COMMIT).stat().modified
       return [(step, at) for step in steps]
 
     found = self._on_primary(find)
@@ -138,7 +125,7 @@ class StepFolders:
         except OSError as error:
           self._log(f"{path}, half deleted by retention, cannot be removed: {error}. Delete it.")
       elif STEP.fullmatch(step) and not self._committed(path.name):
-        found[path.name] = not temporary and (path / MANIFEST).exists()
+        found[path.name] = not temporary and _has(path / MANIFEST)
     return found
 
   def _begin_to_write(self) -> None:
@@ -156,7 +143,7 @@ class StepFolders:
     if lock is not None and lock.entered is None:
       self._remove_remnants(lambda name: step_number(name) < step and name not in map(str, known))
 
-  def _remnant(self, path: Any) -> str:
+  def _remnant(self, path: Place) -> str:
     """Returns why a folder is of no use any more, unless a living process is at work there; "" if it is not so.
 
     A folder with a temporary name was never committed. In an object store, every folder has its final name at once.
@@ -166,7 +153,7 @@ class StepFolders:
       return ""
     if _half_deleted(path):
       return "its deletion did not finish"
-    at_once = "://" in str(path) and not (path / COMMIT).exists() and not (path / MANIFEST).exists()
+    at_once = path.is_remote and not (path / COMMIT).exists() and not (path / MANIFEST).exists()
     return "its save did not finish" if temporary or at_once else ""
 
   def _remove_remnants(self, removable: Callable[[str], bool] = lambda name: True) -> None:
@@ -180,10 +167,10 @@ class StepFolders:
     if removed:
       self._log(f"Removed {len(removed)} from {self.directory}: {', '.join(sorted(removed, key=step_number))}.")
 
-  def _remove(self, path: Any) -> bool:
+  def _remove(self, path: Place) -> bool:
     """Whether a file or folder is removed; if not, the log says why."""
     try:
-      if "://" not in str(path) and (os.path.islink(path) or not os.path.isdir(path)):
+      if not path.is_remote and (os.path.islink(path) or not os.path.isdir(path)):
         os.unlink(path)
       else:
         remove_folder(path)
@@ -192,7 +179,7 @@ class StepFolders:
       return False
     return True
 
-  def states(self) -> dict[Any, str]:
+  def states(self) -> dict[Place, str]:
     """{folder: why it is no checkpoint, or "" if it is committed} of all that are named like a step. Reads no data."""
     found = {}
     for path in self._folders():
@@ -272,14 +259,14 @@ class StepFolders:
     self._delete_old_rejected()
     return moved
 
-  def rejected(self) -> dict[Any, str]:
+  def rejected(self) -> dict[Place, str]:
     """{folder: reason} of the damaged checkpoints that were moved away, the oldest first. On the primary."""
     found = []
     for aside in self._folders(self.directory.parent):
       if aside.name.partition(".")[0] == f"{self.directory.name}_rejected" and aside.is_dir():
         names = {path.name: path for path in self._folders(aside)}
         found += [(path, names[f"{name}{_REASON}"]) for name, path in names.items() if f"{name}{_REASON}" in names]
-    found.sort(key=lambda pair: (files.modified(pair[1]), step_number(pair[0].name)))
+    found.sort(key=lambda pair: (pair[1].stat().modified, step_number(pair[0].name)))
     return {path: reason.read_bytes().decode(errors="replace").strip() for path, reason in found}
 
   def _delete_old_rejected(self) -> None:
@@ -315,7 +302,7 @@ class StepFolders:
           return f"{problem}, a save may overwrite it"
     raise AssertionError(f"1000 rejected checkpoints named {name}")
 
-  def _rejected_folder(self) -> Any:
+  def _rejected_folder(self) -> Place:
     """{run}/checkpoints_rejected, or the same with a number where something else has this name."""
     for copy in range(1000):
       aside = self.directory.parent / f"{self.directory.name}_rejected{f'.{copy}' if copy else ''}"
@@ -331,18 +318,31 @@ def step_number(name: str) -> int:
   return int(digits[0]) if digits else -1
 
 
-def _half_deleted(path: Any) -> bool:
-  """Whether a process was killed while it deleted this folder: the mark is there, or nothing is left of a step."""
-  if (path / DELETED).exists():
-    return True
-  if "://" in str(path) or not STEP.fullmatch(path.name) or not path.is_dir():
+def _has(path: Place) -> bool:
+  """Whether there is such a file. A folder of another user, which may not be read, counts as empty."""
+  try:
+    return path.exists()
+  except StorageError as error:
+    if error.errno != errno.EACCES:
+      raise
     return False
-  with contextlib.suppress(PermissionError):  # of another user
+
+
+def _half_deleted(path: Place) -> bool:
+  """Whether a process was killed while it deleted this folder: the mark is there, or nothing is left of a step."""
+  if _has(path / DELETED):
+    return True
+  if path.is_remote or not STEP.fullmatch(path.name) or not path.is_dir():
+    return False
+  try:
     return not any(path.iterdir())
-  return False
+  except StorageError as error:
+    if error.errno != errno.EACCES:  # of another user
+      raise
+    return False
 
 
-def remove_folder(path: Any) -> None:
+def remove_folder(path: Place) -> None:
   """Removes a folder, the mark of its deletion last: what a kill leaves is half deleted, and not damaged."""
   for child in path.iterdir() if (path / DELETED).exists() else ():
     if child.name != DELETED:
@@ -350,9 +350,9 @@ def remove_folder(path: Any) -> None:
   path.rmtree()
 
 
-def _move(source: Any, target: Any) -> None:
+def _move(source: Place, target: Place) -> None:
   """Moves a folder; on an object store file by file, because gcsfs deletes the source even after a failed copy."""
-  if "://" not in str(source):
+  if not source.is_remote:
     source.rename(target)
     return
   for name in checksums.walk(source):

@@ -12,11 +12,21 @@ from typing import Any, TypeVar
 import jax
 from jax import Device
 
+from input_pipeline import storage
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, Restored, StateBackup, restore_newest
+from trainer.checkpoint.backup import (
+  PATIENCE_SECONDS,
+  Accept,
+  Candidate,
+  Emit,
+  LogLine,
+  Restored,
+  StateBackup,
+  restore_newest,
+)
 from trainer.checkpoint.emergency import Emergency
 from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint, SaveFailed
 from trainer.checkpoint.persistent import Persistent
@@ -228,7 +238,8 @@ class Tiers:
     local = self._emergency.newest() if self._emergency is not None else 0
     others = [backup for backup in self._backups if backup is not self._emergency]
     try:
-      return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
+      with storage.limited(PATIENCE_SECONDS):
+        return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
     except CheckpointError as error:
       self._warn(f"{error}. The other slices may have the state")
       return local
@@ -253,7 +264,13 @@ class Tiers:
     if not self._cfg.enable_checkpointing or (restored is not None and restored.tier == "snapshot"):
       return restored
     damaged = bool(bad)
-    unfinished = self._persistent.unfinished()
+    try:
+      unfinished = self._persistent.unfinished()
+    except CheckpointError as error:
+      if restored is None:
+        raise
+      self._warn(f"{error}. What is damaged or unfinished there stays")
+      return restored
     for name, sealed in unfinished.items():
       bad[name] = "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
     if restored is None and (damaged or any(unfinished.values())):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from input_pipeline import folders, remote
+from input_pipeline.places import Place
+from input_pipeline.storage import StorageError
 from trainer.config.errors import ConfigError, Problems, nearest, shorten
 
 PARENT_KEY = "base_config"
@@ -34,13 +35,9 @@ def check_current_folder() -> None:
     raise ConfigError("The current folder no longer exists.\nChange to a folder that exists: cd /") from None
 
 
-def path_of(value: str) -> Any:
-  """The path of a local file, or of one at an address such as gs://BUCKET/NAME (an epath)."""
-  if not remote.is_address(value):
-    return folders.as_path(value, "file ")
-  from etils import epath  # lazy: few runs need it
-
-  return epath.Path(value)
+def path_of(value: str) -> Path | Place:
+  """The path of a local file, or of one at an address such as gs://BUCKET/NAME."""
+  return Place(value) if remote.is_address(value) else folders.as_path(value, "file ")
 
 
 def search_folders() -> list[Path]:
@@ -76,15 +73,17 @@ def find(path: str, roots: Sequence[Path], what: str) -> Path:
   )
 
 
-def shown(path: Path) -> str:
+def shown(path: Path | Place) -> str:
   """The path for a message: relative to the current folder or to the package if it is below one of them."""
+  if not isinstance(path, Path):
+    return str(path)
   for root in (Path.cwd(), package_root()):
     if path.is_relative_to(root):
       return str(path.relative_to(root))
   return str(path)
 
 
-def read_yaml(path: Path) -> dict[str, tuple[str | None, str]]:
+def read_yaml(path: Path | Place) -> dict[str, tuple[str | None, str]]:
   """{key: (text, origin)} of a flat YAML mapping; origin is file and line.
 
   YAML's null is the empty text. A list or a mapping is None.
@@ -110,17 +109,19 @@ def read_groups(path: Path) -> dict[str, tuple[dict[str, tuple[str | None, str]]
   return groups
 
 
-def _composed(path: Path) -> yaml.MappingNode | None:
+def _composed(path: Path | Place) -> yaml.MappingNode | None:
   """The mapping in a YAML file; None for an empty file."""
   name = shown(path)
   try:
-    root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
+    root = yaml.compose(path.read_bytes().decode("utf-8"), Loader=yaml.SafeLoader)
   except yaml.MarkedYAMLError as error:
     line = error.problem_mark.line + 1 if error.problem_mark else 1
     problem = error.problem or error.context
     raise ConfigError(f"{name} line {line}: not valid YAML: {problem}.\nWrite one `key: value` on each line.") from None
   except RecursionError:
     raise ConfigError(f"{name}: is nested too deep.\nKeys are flat: write one `key: value` on each line.") from None
+  except StorageError:
+    raise
   except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None

@@ -79,7 +79,7 @@ def _check_parameters(config: Config) -> None:
   """load_parameters_path is a folder, unless the run has begun: a restored run ignores it."""
   place = config.run.load_parameters_path
   begun = any(os.path.exists(f"{config.run_directory}/{name}") for name in ("run_id", "checkpoints"))
-  if place and remote.is_address(place):
+  if place.startswith("s3://"):
     remote.require_bucket(f"load_parameters_path={shorten(place)}", place)
   if not place or remote.is_address(place) or begun:
     return
@@ -204,14 +204,8 @@ def _is_address(name: str, value: str) -> bool:
   """Whether `value` is an address on an object store; ConfigError for an address that cannot be written."""
   if "://" not in value and not re.match(r"\w+:/", value):
     return False
-  scheme, _, rest = value.partition(":")
-  if scheme not in _WRITERS or not rest.startswith("//"):
-    raise ConfigError(
-      f"{name}={shorten(value)}: must be gs://BUCKET/FOLDER, or a folder of this machine, or s3://BUCKET/FOLDER.\n"
-      "Write one of these. A local path has no '://', and starts with ./ if its first name ends in ':'."
-    )
-  for problem in bucket_problems(f"{name}={shorten(value)}", value):
-    raise ConfigError(problem)
+  scheme = value.partition(":")[0]
+  remote.require_address(f"{name}={shorten(value)}", value, remote.SCHEMES)
   if not value.isprintable() or len(value.encode()) > 500:
     raise ConfigError(
       f"{name}={shorten(value)!a}: is not a name for objects.\nUse at most 500 bytes of printable characters."
@@ -222,19 +216,9 @@ def _is_address(name: str, value: str) -> bool:
       f"{name}={value}: writing to {scheme}:// needs the package {package}, which is not installed.\n"
       f"{how_to_install(_EXTRA_OF[scheme])}, or choose a local folder."
     )
-  remote.require_bucket(f"{name}={shorten(value)}", value)
+  if scheme == "s3":  # that gs:// has the bucket is asked when the run begins
+    remote.require_bucket(f"{name}={shorten(value)}", value)
   return True
-
-
-def bucket_problems(given: str, address: str) -> Iterator[str]:
-  """Yields a message if `address`, shown as `given`, names a bucket that cannot exist."""
-  scheme, _, rest = address.partition("://")
-  bucket = rest.partition("/")[0]
-  if not re.fullmatch(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]", bucket):
-    yield (
-      f"{given}: '{bucket}' is not a bucket name: it has 3 or more of a-z, 0-9, - _ and ., and begins and ends with a "
-      f"letter or digit.\nWrite {scheme}://BUCKET/FOLDER with the name of your bucket."
-    )
 
 
 def is_installed(package: str) -> bool:

@@ -8,6 +8,7 @@ than in one, and 6.3 % longer in 4.
 
 from __future__ import annotations
 
+from input_pipeline import places
 from trainer.config import files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
@@ -71,9 +72,7 @@ def _possible(config: Config) -> list[int]:
 
 def _recorded(config: Config) -> int | None:
   """The number of shares of the run so far; None for a new run, or for one whose slices were no processes."""
-  from etils import epath  # reads gs:// too
-
-  path = epath.Path(config.run_directory) / files.CONFIG_FILE
+  path = places.at(config.run_directory) / files.CONFIG_FILE
   if not path.exists():
     return None
   given = files.read_yaml(path).get("shares_per_slice")

@@ -55,7 +55,12 @@ class OneController:
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     restoring = Waiter(restore, "the restore")  # while this thread compiles
-    self._compile()
+    try:
+      self._compile()
+    except Exception:
+      with contextlib.suppress(Exception):  # the next attempt restores too, and two restores need twice the memory
+        self._guard.result(restoring)
+      raise
     start = self._guard.result(restoring)
     resume(start)
     if self._session.preemption.requested(start.step):

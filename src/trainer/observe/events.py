@@ -145,7 +145,8 @@ class EventLog:
   def take_over(self, run_directory: str) -> None:
     """This process becomes the primary: it writes all records from now on. First it writes the losses and returns that
     the primary before it has not written."""
-    known = {_identity(record) for record in _named(files.read_last_json_lines(run_directory, EVENTS_FILE))}
+    last = files.known(lambda: _named(files.read_last_json_lines(run_directory, EVENTS_FILE)))
+    known = {_identity(record) for record in last}
     with self._lock:
       self.directory, self._lines = run_directory, files.open_lines(run_directory, EVENTS_FILE)
       for record in self._unwritten:

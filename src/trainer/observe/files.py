@@ -10,18 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import glob
 import itertools
 import json
 import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import remote
-from trainer.config.errors import ConfigError
+from input_pipeline import places, remote
+from input_pipeline.places import Place
 
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
 _PARSED_TOGETHER = 64  # lines of JSON
@@ -48,19 +49,12 @@ def is_object_store(path: str) -> bool:
 
 def check_address(directory: str) -> None:
   """Raises ConfigError for an address that is not on an object store which this program can read."""
-  scheme, has_scheme, _ = directory.partition("://")
-  if has_scheme and scheme not in ("gs", "s3", "file", "memory"):  # the last two are fsspec's, for tests
-    raise ConfigError(
-      f"{directory}: is not gs://BUCKET/FOLDER, s3://BUCKET/FOLDER or a folder of this machine.\nGive one of these."
-    )
-  remote.require_bucket(directory, directory)
+  remote.require_address(directory, directory)
 
 
 def exists(directory: str) -> bool:
   """Whether the folder exists, local or on an object store."""
-  if not is_object_store(directory):
-    return Path(directory).exists()
-  return object_folder(directory).exists()
+  return places.at(directory).exists()
 
 
 def open_lines(directory: str | None, name: str) -> LineFile:
@@ -111,15 +105,13 @@ class LocalLines(LineFile):
 
 
 class ObjectLines(LineFile):
-  """Numbered part objects under an etils path. A thread rewrites the newest part when it has new lines."""
+  """Numbered part objects. A thread rewrites the newest part when it has new lines."""
 
   def __init__(self, directory: str, name: str, *, period: float = 10.0, part_bytes: int = 4 << 20) -> None:
-    from etils import epath  # slow to import, and only needed for object stores
-
     self._stem = f"{directory.rstrip('/')}/{name}"
-    self._open = epath.Path
     self._part_bytes = part_bytes
-    self._part = 1 + max((part for part, _ in _parts(directory, name)), default=-1)
+    self._part = -1  # looked for in the thread
+    self._directory, self._name = directory, name
     self._data = bytearray()
     self._dirty = False
     self._failing = False
@@ -141,23 +133,38 @@ class ObjectLines(LineFile):
       with self._lock:
         if not self._dirty:
           return
+      if self._part < 0 and not self._find_part():
+        return
+      with self._lock:
         data, part = bytes(self._data), self._part
         self._dirty = False
         if len(data) >= self._part_bytes:
           self._data, self._part = bytearray(), part + 1
-      try:
-        path = self._open(f"{self._stem}.{part:06d}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data)
-        self._failing = False
-      except Exception as error:  # noqa: BLE001 - each storage library raises its own types; none may end the run
-        if not self._failing:
-          print(f"warning: cannot write {self._stem}.{part:06d}: {error}; will try again", file=sys.stderr)
-        self._failing = True
+      if not self._try(lambda: Place(f"{self._stem}.{part:06d}").write_bytes(data)):
         with self._lock:
           if self._part != part:  # the part was full and closed: put its lines back
             self._data, self._part = bytearray(data) + self._data, part
           self._dirty = True
+
+  def _find_part(self) -> bool:
+    """Whether it is known which part comes next: no part of an earlier process is written again."""
+
+    def find() -> None:
+      self._part = 1 + max((part for part, _ in _parts(self._directory, self._name)), default=-1)
+
+    return self._try(find)
+
+  def _try(self, work: Callable[[], None]) -> bool:
+    """Whether the storage does the work now; a warning once per outage."""
+    try:
+      work()
+    except OSError as error:
+      if not self._failing:
+        print(f"warning: {error}; will try again", file=sys.stderr)
+      self._failing = True
+      return False
+    self._failing = False
+    return True
 
   def close(self) -> None:
     if self._stop.is_set():
@@ -179,39 +186,16 @@ def _encode(line: str) -> bytes:
   return line.encode("utf-8", "backslashreplace") + b"\n"
 
 
-def _parts(directory: str, name: str) -> list[tuple[int, Any]]:
-  """(number, path) of the part objects of `name`, in order."""
-  root = object_folder(directory)
-  if not root.exists():
-    return []
-  found = [(path.name[len(name) + 1 :], path) for path in root.iterdir() if path.name.startswith(f"{name}.")]
-  return sorted(((int(number), path) for number, path in found if number.isdigit()), key=lambda item: item[0])
-
-
-def object_folder(directory: str) -> Any:
-  """The folder as an epath, without what earlier listings have shown: gcsfs keeps listings for ever, and another
-  process may have added objects."""
-  from etils import epath
-
-  root = epath.Path(directory)
-  backend: Any = getattr(root, "_backend", None)
-  if hasattr(backend, "fs"):  # fsspec; the other one, tensorflow, keeps no listings
-    backend.fs(directory).invalidate_cache()
-  return root
-
-
-def modified(path: Any) -> float:
-  """When the file of an epath was written, in seconds since 1970; 0.0: unknown. Raises OSError."""
-  backend: Any = getattr(path, "_backend", None)
-  if str(path).startswith("s3://") and hasattr(backend, "fs"):  # etils does not know the name of s3fs for the time
-    at = backend.fs(path).info(str(path)).get("LastModified")
-    return at.timestamp() if at else 0.0
-  return float(path.stat().mtime or 0.0)
+def _parts(directory: str, name: str) -> list[tuple[int, Place]]:
+  """(number, place) of the part objects of `name`, in order."""
+  found = [(path.name[len(name) + 1 :], path) for path in places.at(directory).glob(f"{glob.escape(name)}.*")]
+  return sorted((int(number), path) for number, path in found if number.isdigit())
 
 
 def parts_signature(directory: str, name: str) -> list[tuple[str, int, float]]:
   """Name, length and time of each part object of a line file: it changes when the line file grows."""
-  return [(path.name, path.stat().length, modified(path)) for _, path in _parts(directory, name)]
+  found = [(path.name, path.stat()) for _, path in _parts(directory, name)]
+  return [(part, of.size, of.modified) for part, of in found]
 
 
 def read_lines(directory: str, name: str) -> Iterator[str]:
@@ -220,15 +204,13 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
   Reads as it goes: a file of a million lines is never in memory as a whole.
   """
   if is_object_store(directory):
-    for _, path in _parts(directory, name):
+    for _, part in _parts(directory, name):
       # Not splitlines(): sampled text may hold other line separators.
-      yield from path.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
+      yield from part.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
     return
-  path = Path(directory) / name
-  if path.exists():
-    with path.open("rb") as file:
-      for line in file:
-        yield line.decode("utf-8", "replace").removesuffix("\n")
+  with contextlib.suppress(FileNotFoundError), (places.at(directory) / name).open() as file:
+    for line in file:
+      yield line.decode("utf-8", "replace").removesuffix("\n")
 
 
 def cut_lines(directory: str, name: str, keeps: Callable[[bytes], bool]) -> None:
@@ -267,6 +249,15 @@ def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iter
   yield from _parse(data.decode("utf-8", "replace").splitlines())
 
 
+def known(read: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
+  """The records that read() finds. If the storage fails, none: records may then be written twice, and none is lost."""
+  try:
+    return list(read())
+  except OSError as error:
+    print(f"warning: {error}; some records may be written twice", file=sys.stderr)
+    return []
+
+
 def read_json_lines_from(directory: str, name: str, start: int) -> tuple[list[dict[str, Any]], int]:
   """The records of a local line file of JSON objects from byte `start` on, and where those that follow will begin."""
   with (Path(directory) / name).open("rb") as file:
@@ -283,20 +274,9 @@ def write_text(directory: str, name: str, text: str) -> None:
 
 def write_bytes(directory: str, name: str, data: bytes) -> None:
   """Like write_text, for bytes."""
-  if is_object_store(directory):
-    from etils import epath
-
-    epath.Path(f"{directory.rstrip('/')}/{name}").write_bytes(data)
-    return
-  path = Path(directory) / name
-  path.parent.mkdir(parents=True, exist_ok=True)
-  new = path.with_name(f"{path.name}.new")
-  try:
-    new.write_bytes(data)
-    new.replace(path)
-  except OSError:
-    new.unlink(missing_ok=True)
-    raise
+  place = places.at(directory) / name
+  place.parent.mkdir(parents=True, exist_ok=True)
+  place.write_bytes(data)
 
 
 def dump_json(record: dict[str, Any]) -> str:

@@ -174,7 +174,7 @@ class Metrics:
 
   def take_over(self) -> list[StepRecord]:
     """This process is the primary from now on. Returns the steps that nobody had recorded, now recorded here."""
-    known = self._last_records()
+    known = files.known(self._last_records)
     last = _last_step_record(known).get("step", 0)
     evaluated = {record["step"] for record in known if "eval_loss" in record}
     self._open(True)

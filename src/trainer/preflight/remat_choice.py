@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from jax import Device
 
+from input_pipeline import places
 from stepcost import chips
 from trainer import world as world_lib
 from trainer.cluster import Cluster
@@ -224,9 +225,7 @@ def _of_run(run_directory: str) -> Choice | None:
 
   Raises ConfigError if the file cannot be read.
   """
-  from etils import epath
-
-  path = epath.Path(run_directory) / config_files.CONFIG_FILE
+  path = places.at(run_directory) / config_files.CONFIG_FILE
   if not path.exists():
     return None
   given = config_files.read_yaml(path)
@@ -240,15 +239,10 @@ def _of_run(run_directory: str) -> Choice | None:
 
 def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
   """Returns the choice that `keep` has written for the same facts; None if there is none, or it cannot be read."""
-  from etils import epath
-
-  folder = os.path.expanduser(config.run.jax_cache_dir)
-  path = epath.Path(folder) / _entry(config, slice_sets)
-  if not folder:
+  if not config.run.jax_cache_dir:
     return None
+  path = places.at(config.run.jax_cache_dir) / _entry(config, slice_sets)
   try:
-    if not path.exists():
-      return None
     policy, reason, custom = json.loads(path.read_text())
     return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
   except (OSError, ValueError, TypeError):

@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from input_pipeline import places
+
 _FAILURE = (
   r"Error (?P<what>reading|writing) persistent compilation cache entry for '(?P<module>[^']*)': "
   r"(?P<reason>(?P<type>\w*).*)"
@@ -100,9 +102,7 @@ class _Repair:
 def remove_unreadable(directory: str, module: str) -> None:
   """Removes the damaged entries of a module (JAX's warning names no entry), or all its entries if none looks damaged. A
   lost entry costs a compilation."""
-  from etils import epath
-
-  entries = list(epath.Path(directory).glob(f"{module}-*-cache"))  # {module}-{hash}-cache
+  entries = list(places.at(directory).glob(f"{module}-*-cache"))  # {module}-{hash}-cache
   for entry in [entry for entry in entries if _is_damaged(entry.read_bytes())] or entries:
     entry.unlink(missing_ok=True)
 

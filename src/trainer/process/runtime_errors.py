@@ -35,8 +35,6 @@ _TABLE: tuple[tuple[str, Meaning, str], ...] = (
   (r"INTERNAL|UNKNOWN", Meaning.AMBIGUOUS, "a slice is lost, or a kernel failed"),
 )
 
-_OUTAGES = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "PERMISSION_DENIED", "UNAUTHENTICATED", "RESOURCE_EXHAUSTED")
-
 _ADVICE_OUT_OF_MEMORY = (
   "The devices have too little memory for this run. Lower per_device_batch_size (and raise "
   "gradient_accumulation_steps to keep the global batch), set remat_policy=full, or use more devices. "
@@ -80,11 +78,6 @@ def is_out_of_memory(error: BaseException) -> bool:
   """Whether a device ran out of memory. A quota of a storage service is RESOURCE_EXHAUSTED too, without "memory"."""
   text = str(error)
   return "RESOURCE_EXHAUSTED" in text and "memory" in text.lower()
-
-
-def is_outage(text: str) -> bool:
-  """Whether a storage service failed or refused, which says nothing about the file that was to be read."""
-  return any(word in text for word in _OUTAGES)
 
 
 def slices_lost(text: str) -> frozenset[int]:

@@ -133,6 +133,7 @@ class RunHistory:
 
 def load(run_directory: str) -> RunHistory:
   """Reads a run directory, local or gs://. ConfigError if it holds no records of a run."""
+  files.check_address(run_directory)
   events = without_refused(clean_events(read_events(run_directory)))
   processes = {process: index for index, process in enumerate(dict.fromkeys(event["process"] for event in events))}
   losses: list[dict[str, float]] = []

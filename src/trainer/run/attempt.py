@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from trainer import world as world_lib
+from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
@@ -85,6 +86,12 @@ class Attempt:
     session.snapshots.begin_attempt(dict(zip(self.view.slices, self.view.devices)), self.survivors)
     if (saved := self.tiers.restore_newest(self.program.state, self._accept)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
+    elif self.elastic.steps.last_step:
+      raise CheckpointError(
+        f"step {self.elastic.steps.last_step} was completed, and no copy of the state is left: neither in memory nor "
+        "in a checkpoint. Start the same command again to begin at step 0; checkpoints (enable_checkpointing, "
+        "checkpoint_period) and snapshots (snapshot_period) prevent this"
+      )
     else:
       state, step, tier, meta = _fresh_state(self.config, session, self.program), 0, "none", None
     jax.block_until_ready(state)

@@ -7,10 +7,12 @@ import dataclasses
 import functools
 import gc
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from input_pipeline import remote
 from input_pipeline.source import Source
 from trainer import world as world_lib
 from trainer.checkpoint import disk_space, run_id
@@ -19,6 +21,7 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
+from trainer.checkpoint.together import on_primary
 from trainer.cluster import Cluster
 from trainer.config import cli, counts, faults
 from trainer.config.errors import ConfigError
@@ -70,6 +73,7 @@ class Session:
   started: float  # time.monotonic() at the start of the process or of the current attempt
   attempts: int = 0
   was_ready: bool = False
+  wrote_config: bool = False
 
   def begin(self) -> None:
     """An attempt begins. The first attempt began with the process."""
@@ -83,7 +87,7 @@ class Session:
     the checkpoint could have refused it."""
     now = time.monotonic()
     if self.cluster.coordination.is_primary and not self.was_ready:
-      files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
+      self._write_config(config)
       self.plugins.ready()
     self.was_ready = True
     self.events.emit("init_done", step=step, seconds=now - self.started)
@@ -95,6 +99,14 @@ class Session:
       gc.freeze()
       gc.enable()
 
+  def _write_config(self, config: Config) -> None:
+    """Writes {run}/config.yml; `finish` tries again if storage fails: what trains is in memory."""
+    try:
+      files.write_text(config.run_directory, CONFIG_FILE, cli.print_config(config))
+      self.wrote_config = True
+    except OSError as error:
+      self.log.warning(f"{error}. Training goes on, and the end of the run tries again")
+
   def change_role(self, config: Config, is_primary: bool) -> None:
     """This process now is the primary, or no longer is: begins or ends the writing of the run's files. A new primary
     also records the steps that the primary before it has not recorded."""
@@ -102,7 +114,10 @@ class Session:
       for record in (self.metrics, self.events, self.log):
         record.hand_over()
       return
-    self.require_folder(config, f"the records after step {self.metrics.last_step} could not be taken over")
+    try:
+      self.require_folder(config, f"the records after step {self.metrics.last_step} could not be taken over")
+    except OSError as error:  # storage fails now: the records wait in memory
+      print(f"warning: {error}", file=sys.stderr)
     waited = self.metrics.seconds_since_last_record
     self.log.take_over(config.run_directory)
     self.events.take_over(config.run_directory)
@@ -128,6 +143,8 @@ class Session:
       return
     try:
       self.require_folder(config, "No report is written")
+      if self.was_ready and not self.wrote_config:
+        self._write_config(config)
       if config.checkpoint.enable_checkpointing:
         _name_rejected(config.run_directory, self.log)
     except (CheckpointError, OSError) as error:
@@ -217,7 +234,9 @@ def open_session(
 
 
 def _full_program(config: Config, cluster: Cluster, overrides: LibraryOverrides) -> Program:
-  """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks."""
+  """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks, and
+  CheckpointError if its store does not answer."""
+  on_primary(cluster.world, lambda: remote.require_bucket(config.run_directory, config.run_directory))
   full_program = program.of_view(config, cluster.view(cluster.slices), overrides.user_optimizer)
   memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
   disk_space.require_locks(config)

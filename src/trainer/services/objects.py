@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from input_pipeline import places
 from trainer.observe.log import Log
 
 
@@ -34,16 +35,14 @@ class MetricsObjects:
     self._pending = []
     try:
       _put_object(self._directory, f"metrics_step_{first:06d}_to_step_{last:06d}", text)
-    except Exception as error:  # noqa: BLE001 - each store raises its own types
+    except OSError as error:
       self._log.warning(f"cannot write a metrics object under {self._directory}: {error}")
 
 
 def _put_object(directory: str, stem: str, text: str) -> None:
   """Writes {stem}.txt, or {stem}.1.txt and so on where steps are done again: an object is never replaced."""
-  from etils import epath
-
-  root = epath.Path(directory)
-  root.mkdir(parents="://" in directory, exist_ok=True)  # not the run's own folder, which may have been moved
+  root = places.at(directory)
+  root.mkdir(exist_ok=True)  # not the run's own folder, which may have been moved
   path, again = root / f"{stem}.txt", 0
   while path.exists():
     again += 1

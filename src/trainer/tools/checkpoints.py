@@ -12,15 +12,15 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from input_pipeline.places import Place
 from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, tell_end
 from trainer.observe import files, screen
 from trainer.observe.events import read_events
 from trainer.observe.metrics import METRICS_FILE
@@ -50,8 +50,7 @@ def main(argv: list[str] | None = None) -> int:
   try:
     print("\n".join(describe(arguments.run_directory.rstrip("/"), verify=arguments.verify)))
   except (ConfigError, CheckpointError, Rejected, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    return tell_end(error)
   return 0
 
 
@@ -149,7 +148,7 @@ def _table(rows: Sequence[SavedEntry]) -> Iterator[str]:
     yield f"{name:<{widths[0]}}  {size:>{widths[1]}}  {age:>{widths[2]}}  {kind:<{widths[3]}}  {state}"
 
 
-def _manifest_size(path: Any) -> int:
+def _manifest_size(path: Place) -> int:
   """Bytes of a committed step, without a question for each file; as `_size_of` if its manifest is damaged."""
   try:
     entries = checksums.parse(checksums.read(path / MANIFEST), MANIFEST)
@@ -158,20 +157,20 @@ def _manifest_size(path: Any) -> int:
     return _size_of(path)
 
 
-def _size_of(path: Any) -> int:
+def _size_of(path: Place) -> int:
   """Bytes of all files below a folder; files that are deleted meanwhile count nothing."""
   total = 0
   with contextlib.suppress(FileNotFoundError, NotADirectoryError):
     for name in checksums.walk(path):
       with contextlib.suppress(FileNotFoundError):
-        total += (path / name).stat().length
+        total += (path / name).stat().size
   return total
 
 
-def _written(path: Any) -> float:
+def _written(path: Place) -> float:
   """When a file or folder was written, in epoch seconds; 0.0: an object store has no such times for folders."""
   try:
-    return files.modified(path)
+    return path.stat().modified
   except OSError:
     return 0.0
 

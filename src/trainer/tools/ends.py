@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import BinaryIO
 
+from input_pipeline.storage import StorageError
 from trainer import cluster
-from trainer.config.errors import ConfigError
+from trainer.checkpoint.errors import CheckpointError
+from trainer.config.errors import ConfigError, tell_end
 
 
 def exit_code(work: Callable[[], int | None], *expected: type[Exception]) -> int:
-  """Returns what `work` returns, None as 0; or 2, with the message on stderr, if the environment or the input is wrong.
+  """Returns what `work` returns, None as 0; or the code of `tell_end` if the environment or the input is wrong, or
+  storage fails.
 
   work: checks its input, then calls cluster.check_environment, then imports jax. expected: further errors of `work`
   that mean wrong input.
   """
-  wrong: tuple[type[Exception], ...] = (ConfigError, *expected)
+  wrong: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, *expected)
   try:
     try:
       return work() or 0
@@ -28,8 +30,7 @@ def exit_code(work: Callable[[], int | None], *expected: type[Exception]) -> int
       cluster.check_devices()  # if there are none, that is the reason
       raise
   except wrong as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    return tell_end(error)
 
 
 def run_child(command: Sequence[str], output: BinaryIO | None = None) -> int:

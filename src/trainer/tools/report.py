@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 
-from trainer.config.errors import ConfigError
+from trainer.config.errors import ConfigError, tell_end
 from trainer.config.option_types import real
 from trainer.observe import screen
 from trainer.report import goodput, history, page
@@ -30,8 +29,7 @@ def main(argv: list[str] | None = None) -> int:
       run = history.load_with_steps(directory)
       print(page.write(run, goodput.compute(run), arguments.chip_hour_price))
   except (ConfigError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    return tell_end(error)
   return 0
 
 

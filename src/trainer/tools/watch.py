@@ -20,7 +20,7 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config.errors import ConfigError, how_to_install
+from trainer.config.errors import ConfigError, how_to_install, tell_end
 from trainer.config.option_types import positive, whole
 from trainer.observe import files, screen
 from trainer.report import live, markup
@@ -141,8 +141,7 @@ def main(argv: list[str] | None = None) -> int:
       files.check_address(directory)
     server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port, arguments.allow_host)
   except (ConfigError, OSError) as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+    return tell_end(error)
   with server:
     for directory in arguments.run_directory:
       if not files.exists(directory):

@@ -94,7 +94,7 @@ def export(
       folder / sources.CONFIG,
       hf_config.build(source.model.model_copy(update={"max_position_embeddings": source.longest}), kind, ends),
     )
-    sizes = {file: (folder / file).stat().length for file in files}
+    sizes = {file: (folder / file).stat().size for file in files}
     told = {key: value for key in sources.TOKENS if source.data and (value := getattr(source.data, key))}
     _write_json(folder / sources.MARKER, {"from": source.where, "trainer": trainer.__version__, "bytes": sizes, **told})
   report(f"{directory} is complete.")

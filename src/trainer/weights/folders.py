@@ -9,29 +9,30 @@ import threading
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any
 
+from input_pipeline import remote
 from input_pipeline.locks import FolderLock
+from input_pipeline.places import Place
 from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
-from trainer.observe import files
 
 _CLAIM = "unfinished."  # and some digits: a file in a folder of an object store while a process writes there
 _FLUSH_SECONDS = 0.2  # between two rounds of the thread that flushes
 
 
 @contextlib.contextmanager
-def new_folder(path: str) -> Iterator[Any]:
-  """An epath to write files to, which is at `path` after the block, or nowhere if the block raises.
+def new_folder(path: str) -> Iterator[Place]:
+  """A place to write files to, which is at `path` after the block, or nowhere if the block raises.
 
   Locally the folder gets its name at the end, when all of it is on the disk. In an object store, write the file that
   readers look for last. Raises ConfigError if `path` has files already, if another process writes it now, or if the
   storage fails.
   """
   target = run_id.folder(path.rstrip("/"))
+  remote.require_bucket(path, target.address)
   try:
     _require_new(target)
-    with _claimed(target) if "://" in str(target) else _locked(target) as work:
+    with _claimed(target) if target.is_remote else _locked(target) as work:
       try:
         if work == target:
           yield work
@@ -49,17 +50,17 @@ def new_folder(path: str) -> Iterator[Any]:
     raise ConfigError(f"{path}: cannot be written: {error}. Make room there, or give another folder.") from error
 
 
-def _require_new(target: Any) -> None:
+def _require_new(target: Place) -> None:
   if target.exists() and (not target.is_dir() or any(target.iterdir())):
     raise ConfigError(f"{target}: has files already. Give a new folder, or delete it.")
 
 
-def _already_exists_error(target: Any) -> ConfigError:
+def _already_exists_error(target: Place) -> ConfigError:
   return ConfigError(f"{target}: another process writes this folder. Wait for its end, or give another folder.")
 
 
 @contextlib.contextmanager
-def _locked(target: Any) -> Iterator[Any]:
+def _locked(target: Place) -> Iterator[Place]:
   """Yields an empty folder next to `target`, which has a lock or, where locks are missing, a random name."""
   work = target.with_name(f"{target.name}.unfinished")
   work.mkdir(parents=True, exist_ok=True)
@@ -79,12 +80,12 @@ def _locked(target: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _claimed(target: Any) -> Iterator[Any]:
+def _claimed(target: Place) -> Iterator[Place]:
   """`target`, in an object store, while it has a file that tells other processes that this one writes there."""
   claim = target / f"{_CLAIM}{secrets.token_hex(4)}"
   claim.write_text("")
   try:
-    if any(path.name != claim.name for path in files.object_folder(str(target)).iterdir()):
+    if any(path.name != claim.name for path in target.iterdir()):
       raise _already_exists_error(target)  # two processes may find each other, and both end
     yield target
   finally:

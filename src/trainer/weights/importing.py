@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
 
+from input_pipeline.places import Place
 from trainer.checkpoint import one_by_one, run_id
 from trainer.checkpoint.errors import Rejected
 from trainer.config import cli
@@ -34,7 +34,7 @@ def import_folder(directory: str, run_directory: str, report: Callable[[str], ob
   report(f"{run_directory} has the parameters of {directory}. Train from it with load_parameters_path={run_directory}")
 
 
-def _write_weights(source: WeightSource, config: Config, folder: Any, report: Callable[[str], object]) -> None:
+def _write_weights(source: WeightSource, config: Config, folder: Place, report: Callable[[str], object]) -> None:
   def lazy(stored: sources.Stored) -> one_by_one.Lazy:
     shape = stored.weight.shape
     return one_by_one.Lazy(shape, stored.dtype, lambda: stored.part((slice(None),) * len(shape)))
@@ -49,7 +49,7 @@ def _write_weights(source: WeightSource, config: Config, folder: Any, report: Ca
     raise ConfigError(f"{source.where}: {error}. Get the folder again.") from error
 
 
-def _copy_tokenizer(source: Any, target: Any) -> None:
+def _copy_tokenizer(source: Place, target: Place) -> None:
   """Copies the files of the tokenizer, and the ids that end a text from config.json if no other file has them."""
   sources.copy_tokenizer(source, target)
   if not (target / sources.GENERATION).exists():

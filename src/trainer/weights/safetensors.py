@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from input_pipeline.places import Place
 from trainer.config.errors import ConfigError
 from trainer.weights import hf_config
 
@@ -32,7 +33,7 @@ _BLOCK = 4 << 20  # values that are written at once
 class Tensor:
   """A tensor in a file."""
 
-  path: Any  # an epath
+  path: Place
   offset: int  # of its first byte
   shape: tuple[int, ...]
   dtype: np.dtype
@@ -46,14 +47,14 @@ class Tensor:
       return np.frombuffer(file.read(math.prod(self.shape) * self.dtype.itemsize), self.dtype).reshape(self.shape)
 
 
-def read(path: Any) -> dict[str, Tensor]:
-  """{name: tensor} of a file (an epath). Reads its header only.
+def read(path: Place) -> dict[str, Tensor]:
+  """{name: tensor} of a file. Reads its header only.
 
   Raises ConfigError unless the header is whole and its tensors fill the file exactly.
   """
   try:
     with path.open("rb") as file:
-      head, total = file.read(8), path.stat().length
+      head, total = file.read(8), path.stat().size
       length = struct.unpack("<Q", head)[0] if len(head) == 8 else total
       if length > min(_LONGEST_HEADER, total - 8):
         raise ConfigError(f"{path}: is no safetensors file, or is truncated ({total} bytes). Get the file again.")

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from input_pipeline.locks import FolderLock
 from input_pipeline.options import DataOptions
+from input_pipeline.places import Place
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import tiles, verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
@@ -98,7 +99,7 @@ class WeightSource:
   read: verified_load.Read
   stored: Mapping[str, Stored]  # of a Hugging Face folder, by our names; else empty
   meta: Mapping[str, Any] = field(default_factory=dict)  # of the checkpoint
-  folder: Any = None  # an epath: of the checkpoint
+  folder: Place = field(default=Place(""))  # of the checkpoint
   held: FolderLock | None = None  # retention of a living run leaves the checkpoint until then
   is_gone: Callable[[], bool] = lambda: False  # whether it has deleted it nevertheless
 
@@ -176,8 +177,8 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> WeightSource:
   )
 
 
-def copy_tokenizer(source: Any, target: Any) -> None:
-  """Copies those files of a tokenizer that the folder `source` has to the folder `target` (epaths)."""
+def copy_tokenizer(source: Place, target: Place) -> None:
+  """Copies those files of a tokenizer that the folder `source` has to the folder `target`."""
   for name in TOKENIZER_FILES:
     if (source / name).exists():
       files.write_bytes(str(target), name, (source / name).read_bytes())
@@ -212,7 +213,7 @@ def _held(
         raise
 
 
-def _hugging_face(folder: Any) -> WeightSource:
+def _hugging_face(folder: Place) -> WeightSource:
   where = str(folder)
   keys = hf_config.keys(read_json(folder / CONFIG), f"{where}/{CONFIG}")
   try:
@@ -266,7 +267,7 @@ def _bits(array: np.ndarray) -> np.ndarray:
   return array.view(f"u{array.dtype.itemsize}")
 
 
-def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
+def _tensors(folder: Place) -> dict[str, safetensors.Tensor]:
   """All tensors of a folder by name. Raises ConfigError if its index and its files do not say the same."""
   if not (folder / INDEX).exists():
     if not (folder / SINGLE).exists():
@@ -287,7 +288,7 @@ def _tensors(folder: Any) -> dict[str, safetensors.Tensor]:
   return found
 
 
-def _instead(folder: Any) -> str:
+def _instead(folder: Place) -> str:
   """Returns what to do with a folder that lacks its files of weights, by the files that it has."""
   weights = sorted(file.name for file in folder.iterdir() if file.suffix in _WEIGHTS)
   if any(name.startswith("adapter_") for name in weights):
@@ -298,8 +299,8 @@ def _instead(folder: Any) -> str:
   return f"{found}Save the model as safetensors: AutoModelForCausalLM.from_pretrained(...).save_pretrained(NEW_FOLDER)."
 
 
-def read_json(path: Any) -> dict[str, Any]:
-  """The object in a JSON file (an epath). Raises ConfigError."""
+def read_json(path: Place) -> dict[str, Any]:
+  """The object in a JSON file. Raises ConfigError."""
   try:
     found = json.loads(path.read_bytes())  # of bytes, json also reads UTF-16 and a byte order mark
   except (OSError, ValueError) as error:

@@ -50,7 +50,7 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
 
 
 def _same_tokenizer(file: Any, tokenizer: BpeTokenizer) -> bool:
-  """Whether an epath has the JSON of `tokenizer`. Bytes, because reading as text changes the ends of lines."""
+  """Whether a file has the JSON of `tokenizer`. Bytes, because reading as text changes the ends of lines."""
   return file.exists() and file.read_bytes().decode("utf-8-sig", "replace") == tokenizer.json_text
 
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
+from input_pipeline import remote
 from input_pipeline.options import DataOptions
 from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
@@ -106,7 +107,7 @@ def _buckets(plan: GkePlan) -> Iterator[str]:
     given |= {f"{key}=": getattr(data, key) for key in (*_DATA_KEYS.get(data.dataset_type, ()), "tokenizer_path")}
   for name, value in given.items():
     for part in re.findall(r"gs://[^;]*", value):
-      yield from paths.bucket_problems(f"{name}{shorten(part)}", part)
+      yield from remote.bucket_problems(f"{name}{shorten(part)}", part)
 
 
 def _device_memory(plan: GkePlan) -> Iterator[str]:

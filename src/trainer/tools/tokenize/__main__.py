@@ -30,7 +30,8 @@ import functools
 import sys
 
 from input_pipeline.workers import WorkerLost, cores
-from trainer.config import ConfigError, load
+from trainer.config import load
+from trainer.config.errors import ConfigError, tell_end
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
 from trainer.tools.tokenize import on_ray, run
@@ -65,9 +66,8 @@ def main(argv: list[str] | None = None) -> int:
       if options.ray is not None:
         write_parts = stack.enter_context(on_ray.connected(options.ray))
       run.run(config, options.output, options.records, part_bytes, write_parts)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
+  except (ConfigError, OSError) as error:
+    return tell_end(error)
   except WorkerLost as error:
     remedy = "." if options.ray else "; fewer --processes need less memory."
     print(f"error: {error} The same command continues{remedy}", file=sys.stderr)

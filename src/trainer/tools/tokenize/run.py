@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline import contents, datasets, describe, prepare, prepared
+from input_pipeline import contents, datasets, describe, prepare, prepared, remote
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
@@ -42,6 +42,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
   this tool was killed.
   """
   data, vocab_size = config.data, config.model.vocab_size
+  remote.require_address(f"--output={output}", output)
   if "://" in output:
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
   splits, tokenizer = _opened(config)

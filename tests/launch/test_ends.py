@@ -52,7 +52,7 @@ def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, serve
   (run.directory / "run_id").mkdir(parents=True)  # no file of a run
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 2, run.tail()
-  assert run.printed.count("error: ") == 1 and "run_id: " in run.printed, run.tail()
+  assert run.printed.count("error: ") == 1 and "run_id is no regular file" in run.printed, run.tail()
 
 
 def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, tmp_path):

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+import yaml
 from tests.support import hf_folders
 from tests.support.seeds import few
 
@@ -65,10 +66,11 @@ def test_the_curve_is_that_of_transformers(tmp_path, name, steps):
   # transformers' loss for the balance of experts has the load of the step itself, ours has the load of the step before.
   model = hf_folders.model(name, vocab_size=258, load_balance_loss_weight=0)
   hf_folders.write_folder(tmp_path / "hf", model)
+  (tmp_path / "model.yml").write_text(yaml.safe_dump(model.model_dump(mode="json", exclude_defaults=True)))
   (tmp_path / "text.txt").write_text("\n\n".join(f"{i} times {i} is {i * i}." for i in range(900)))
   config = trainer.load(
     "configs/base.yml",
-    **model.model_dump(exclude_defaults=True),
+    model_name=str(tmp_path / "model.yml"),
     run_name="run",
     base_output_directory=str(tmp_path),
     load_parameters_path=str(tmp_path / "hf"),

@@ -96,8 +96,6 @@ def test_it_writes_a_sample_a_report_and_next_commands(run):
   assert all(load.startswith("data:image/svg+xml") for load in page.loads) and len(page.loads) == 6
   assert "6 steps, 0 s lost, 0 tokens lost" in page.text and "training loss, last step" in page.tiles
   assert f"training from {losses[0]:.4g} at step 1 to {losses[-1]:.4g} at step 6" in page.alts[0]
-  (over_steps,) = page.values[0]
-  assert over_steps["curves"][0][3] == pytest.approx(losses, abs=6e-4)
   assert page.cells[page.cells.index("Data set") + 1].endswith("email")
   assert list((directory / "tensorboard").glob("events.out.tfevents.*"))
 

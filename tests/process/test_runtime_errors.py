@@ -61,13 +61,6 @@ def test_the_specific_part_of_a_nested_error_decides():
   assert runtime_errors.explain("a new text") == (Meaning.AMBIGUOUS, "an unknown error text")
 
 
-@pytest.mark.parametrize(
-  ("text", "is_outage"), [("UNAVAILABLE: storage", True), ("DATA_LOSS: checksum", False), ("NOT_FOUND: array", False)]
-)
-def test_an_outage_of_the_storage_is_not_a_damaged_file(text, is_outage):
-  assert runtime_errors.is_outage(text) is is_outage
-
-
 @pytest.mark.timeout(20)
 def test_causes_that_form_a_circle_are_searched_once():
   first, second = ValueError("first"), OSError("second")

@@ -34,7 +34,10 @@ WRONG = {
   "a rehearsed hang": (f"{SLICES} {CONFIG} fault_injection=hang@5:1", "Use only slice_down@STEP:SLICE"),
   "a rehearsed return": (f"{SLICES} {CONFIG} fault_injection=slice_down@5:1/3", "Ray decides when a lost slice"),
   "a wrong key": (f"{SLICES} {CONFIG} stepz=5", "Did you mean steps?"),
-  "an option of Ray that is none here": (f"{SLICES} {CONFIG} --num-workers 4", "num-workers (command line): there is no such key"),
+  "an option of Ray that is none here": (
+    f"{SLICES} {CONFIG} --num-workers 4",
+    "num-workers (command line): there is no such key",
+  ),
 }
 
 

@@ -133,10 +133,10 @@ def test_a_full_disk_ends_the_tensorboard_files_and_nothing_else(tmp_path):
 
 
 def test_a_whole_run_on_an_object_store(bucket, tmp_path):
-  out, record = log.get("gs://b/run"), events.EventLog("gs://b/run", "run")
+  out, record = log.get("gs://bucket/run"), events.EventLog("gs://bucket/run", "run")
   section = ObserveSection(services="gcs_metrics", log_period=2)
-  objects = functools.partial(recorders, "gs://b/run", section, record.process, out, ServiceRun())
-  writer = metrics.Metrics("gs://b/run", record, recorders=lambda: list(objects()))
+  objects = functools.partial(recorders, "gs://bucket/run", section, record.process, out, ServiceRun())
+  writer = metrics.Metrics("gs://bucket/run", record, recorders=lambda: list(objects()))
   record.emit("run_start", num_slices=1)
   for step in (1, 2, 3):
     writer.write(
@@ -145,13 +145,13 @@ def test_a_whole_run_on_an_object_store(bucket, tmp_path):
   record.emit("run_end", exit=0)
   writer.close()
   record.close()
-  assert [r["loss"] for r in metrics.read_metrics("gs://b/run")] == [2.0, 1.0, 0.0]
-  assert [r["kind"] for r in events.read_events("gs://b/run")] == ["run_start", "run_end"]
-  assert sorted(path.name for path in (tmp_path / "b/run/metrics").iterdir()) == [
+  assert [r["loss"] for r in metrics.read_metrics("gs://bucket/run")] == [2.0, 1.0, 0.0]
+  assert [r["kind"] for r in events.read_events("gs://bucket/run")] == ["run_start", "run_end"]
+  assert sorted(path.name for path in (tmp_path / "bucket/run/metrics").iterdir()) == [
     "metrics_step_000001_to_step_000002.txt",
     "metrics_step_000003_to_step_000003.txt",
   ]
-  page.write_or_warn("gs://b/run", out, with_goodput=True, with_page=True)
+  page.write_or_warn("gs://bucket/run", out, with_goodput=True, with_page=True)
   out.close()
-  goodput, _, report = (line[20:] for line in files.read_lines("gs://b/run", "log.txt"))
-  assert goodput.startswith("goodput: ") and report == "Report: gs://b/run/report.html"
+  goodput, _, report = (line[20:] for line in files.read_lines("gs://bucket/run", "log.txt"))
+  assert goodput.startswith("goodput: ") and report == "Report: gs://bucket/run/report.html"

@@ -208,7 +208,7 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
       # Not splitlines(): sampled text may hold other line separators.
       yield from part.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
     return
-  with contextlib.suppress(FileNotFoundError), (places.at(directory) / name).open() as file:
+  with contextlib.suppress(FileNotFoundError, NotADirectoryError), (places.at(directory) / name).open() as file:
     for line in file:
       yield line.decode("utf-8", "replace").removesuffix("\n")
 

@@ -129,7 +129,7 @@ def test_before_the_run_is_open_an_error_of_the_users_input_is_2_and_others_are_
 
 @pytest.mark.parametrize("turns_it_on", ["ready", "second attempt"])
 def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(turns_it_on):
-  nothing = SimpleNamespace(emit=lambda *args, **fields: None, beat=lambda step: None)
+  nothing = SimpleNamespace(emit=lambda *args, **fields: None, step_done=lambda step: None)
   session = SimpleNamespace(
     attempts=0,
     was_ready=True,

@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -46,6 +47,14 @@ _PASSING_CLASSES = {
   "google.TransportError", "requests.ConnectionError", "requests.Timeout", "socket.gaierror",
   "requests.ChunkedEncodingError",
 }  # fmt: skip
+# Variables of the environment, which TensorStore reads at its first connection.
+TENSORSTORE_LIMITS = MappingProxyType(
+  {
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
+  }
+)
 # Of TensorStore, which has only texts.
 _PASSING_WORDS = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "ABORTED", "Stale file handle")
 _REFUSED_WORDS = ("PERMISSION_DENIED", "UNAUTHENTICATED")
@@ -179,9 +188,8 @@ def perform(operation: str, address: str, work: Callable[[], T]) -> T:
 
 def limit_tensorstore() -> None:
   """Lets TensorStore give up connections over which nothing comes. Call it before the first one."""
-  for name in ("LOW_SPEED_TIME_SECONDS", "CONNECT_TIMEOUT_SECONDS"):
-    os.environ.setdefault(f"TENSORSTORE_CURL_{name}", "30")
-  os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES", "1")
+  for name, value in TENSORSTORE_LIMITS.items():
+    os.environ.setdefault(name, value)
 
 
 def system(address: str) -> tuple[Any, str]:

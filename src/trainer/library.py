@@ -147,6 +147,7 @@ def _process_kept() -> Iterator[None]:
   import resource
   import sys
 
+  from input_pipeline import storage
   from trainer import cluster as cluster_lib
 
   numbers = random.getstate()
@@ -164,7 +165,8 @@ def _process_kept() -> Iterator[None]:
     yield
   finally:
     sys.unraisablehook = hook
-    cluster_lib.change_environment({name: environment.get(name) for name in ("XLA_FLAGS", "CRC32C_SW_MODE")})
+    changed = ("XLA_FLAGS", "CRC32C_SW_MODE", *storage.TENSORSTORE_LIMITS)
+    cluster_lib.change_environment({name: environment.get(name) for name in changed})
     with contextlib.suppress(ValueError, OSError):
       resource.setrlimit(resource.RLIMIT_NOFILE, open_files)
     if not frozen:

@@ -74,11 +74,10 @@ def watch(directory: str) -> None:
 
 
 def files(directory: str) -> None:
-  from etils import epath
-
+  from input_pipeline import places
   from trainer.checkpoint import checksums
 
-  print("\n".join(checksums.walk(epath.Path(directory))))
+  print("\n".join(checksums.walk(places.at(directory))))
 
 
 def list_checkpoints(directory: str) -> None:
@@ -88,9 +87,9 @@ def list_checkpoints(directory: str) -> None:
 
 
 def damage(path: str) -> None:
-  from etils import epath
+  from input_pipeline import places
 
-  file = epath.Path(path)
+  file = places.at(path)
   data = bytearray(file.read_bytes())
   data[len(data) // 2] ^= 1
   file.write_bytes(bytes(data))

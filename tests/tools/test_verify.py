@@ -122,7 +122,7 @@ def test_two_runs_differ_first_at_the_step_with_the_changed_example(runs, capsys
     (["{run}", "--replay", "9:13"], "no step 13, but 1 to 12"),
     (["{run}", "--replay", "9:12", "nun_slices=1"], "nun_slices"),
     (["{run}", "--replay", "9:12", "num_slices=x"], "num_slices must be a whole number"),
-    (["ftp://host/run"], "is not gs://BUCKET/FOLDER"),
+    (["ftp://host/run"], "must be gs://BUCKET/FOLDER"),
     (["{run}/config.yml"], "has no receipt.jsonl"),
   ],
 )

@@ -2,8 +2,7 @@
 
   python -m end_to_end.benchmarks.fleet --members 8 --alive 8,7,4 --shares 1,8 --values 100000 --seconds 0.4
   python -m end_to_end.benchmarks.fleet --members 8 --slow 1.3 --slow-to 60 --steps 120
-  python -m end_to_end.benchmarks.fleet --members 64 --seconds 2 --steps 300 --slow 2 --kill-every 10 --cut-at 150,400
-  python -m end_to_end.benchmarks.fleet --members 8 --steps 1500 --trace 0 --start-seconds 5
+  python -m end_to_end.benchmarks.fleet --members 64 --seconds 2 --steps 300 --slow 2 --kill-every 10
 
 Each member is a process that joins a supervisor, sleeps for the shares that it is dealt, exchanges their sums with the
 other members, and commits. It has no JAX. The values of a share are known, so every sum is compared with a sum that
@@ -13,9 +12,8 @@ NumPy computes in the fixed order, and the state at the end says whether a step 
   steps        that are measured: without the first 5, and without those until the slow member is named
   ideal        speed as a share of what the live members could do: the sum of their speeds
   bound        speed as a share of what whole shares allow. "-" if the speeds change or members are killed meanwhile
-  goodput      with --trace: usual seconds of a step x N x steps / live seconds of all members
   step, CPU    of a step: seconds, and CPU seconds of all members
-  faults       members that were killed, and cuts of the link between the members 2 and 3
+  faults       members that were killed
   named        after which step member 1 was called slow or as fast as the others, and its shares of a slice then
 """
 
@@ -23,24 +21,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
-import heapq
 import itertools
 import json
 import os
 import random
 import signal
-import socket
-import statistics
-import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,8 +53,6 @@ PHASES = 3  # steps whose values differ
 WARM_UP = 5  # steps before the first one that is measured
 FOR_EVER = 1e6  # seconds
 SAVE_STEPS = 5  # from one copy of a member's state to the next
-CUT, CUT_SECONDS = (2, 3), 3.0  # the members whose link is cut, and for how long
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # of setsockopt(2) on Linux
 
 
 @dataclass(frozen=True)
@@ -77,9 +68,6 @@ class Case:
   slow: float
   slow_to: int
   kill_every: float  # seconds; 0: never
-  trace: int  # seed of `trace`; -1: no faults
-  cut_at: Sequence[float]  # seconds
-  start_seconds: float  # that a member needs to start again, besides
   folder: str
 
   def pool(self) -> np.ndarray:
@@ -114,7 +102,6 @@ class Member:
     self._record(pid=os.getpid(), member=peers.member)
     self._copy = Path(case.folder) / f"copy-{peers.member}"
     if starts_again:
-      time.sleep(case.start_seconds)
       with contextlib.suppress(FileNotFoundError):
         self._state[:] = json.loads(self._copy.read_text())
 
@@ -129,8 +116,6 @@ class Member:
       changed=lambda change: None,
       noticed=lambda notice: self._record(notice=notice, after=int(self._state[0])),
     )
-    if self._case.cut_at and peers.member in CUT:
-      threading.Thread(target=self._cut, daemon=True).start()
     peers.membership.send("ready", newest=int(self._state[0]), holds=False)
     self._record(ready=True)
     while not peers.members:
@@ -194,23 +179,6 @@ class Member:
       self._sums[key] = self._case.sum(self._pool, *key)
     return self._sums[key]
 
-  def _cut(self) -> None:
-    """Thread: while the file "cut" exists, no packet of the link between the members `CUT` arrives here."""
-    file, other = Path(self._case.folder) / "cut", sum(CUT) - self._peers.member
-    drop = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0))  # a program for the kernel: keep 0 bytes
-    program = struct.pack("HP", 1, ctypes.addressof(drop))
-    cut: dict[int, socket.socket] = {}
-    while True:
-      time.sleep(0.02)
-      for link in self._peers.exchange._links.get(other, []) if file.exists() else []:
-        with contextlib.suppress(OSError):  # it has just been closed
-          if (number := link.fileno()) not in cut:
-            cut[number] = socket.socket(fileno=os.dup(number))
-            cut[number].setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-      while cut and not file.exists():
-        with cut.popitem()[1] as sock:
-          sock.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-
   def _send(self, other: int) -> None:
     self._write_down()
     self._peers.exchange.send_state(other, {}, [self._state])
@@ -229,40 +197,18 @@ def supervise(case: Case) -> NoReturn:
   sys.exit(run.run())
 
 
-def trace(seed: int, members: int) -> Iterator[tuple[float, tuple[int, ...]]]:
-  """Yields (seconds, members that are killed then) without end: a kill every 15 to 60 s, one of five of all members."""
-  chance, at = random.Random(seed), 0.0
-  while True:
-    at += chance.uniform(15.0, 60.0)
-    yield at, tuple(range(members)) if chance.random() < 0.2 else (chance.randrange(members),)
-
-
-def faults(case: Case) -> Iterator[tuple[float, tuple[int, ...]]]:
-  """Yields (seconds, members that are killed then); without members, the link is cut."""
-  kills: Iterator[tuple[float, tuple[int, ...]]] = iter(())
-  if case.trace >= 0:
-    kills = trace(case.trace, case.members)
-  elif case.kill_every:
-    choice = random.Random(0)
-    kills = ((number * case.kill_every, (choice.randrange(case.members),)) for number in itertools.count(1))
-  return heapq.merge(kills, ((at, ()) for at in case.cut_at))
-
-
 def cause(case: Case) -> None:
-  """Thread: causes the faults, from the first step on that is measured."""
+  """Thread: kills a member every `kill_every` seconds, from the first step on that is measured."""
+  choice = random.Random(0)
   while begins(case) is None:
     time.sleep(1.0)
-  began, cut = time.monotonic(), Path(case.folder) / "cut"
-  for at, members in faults(case):
-    time.sleep(max(0.0, began + at - time.monotonic()))
-    if not members:
-      cut.touch()
-      threading.Timer(CUT_SECONDS, cut.unlink).start()
-    for member in members:
-      pid = [record["pid"] for record in records(case, member) if "pid" in record][-1]
-      with contextlib.suppress(ProcessLookupError), (Path(case.folder) / str(member)).open("a") as file:
-        os.kill(pid, signal.SIGKILL)
-        file.write(json.dumps({"at": time.monotonic(), "killed": True}) + "\n")
+  while case.kill_every:
+    time.sleep(case.kill_every)
+    member = choice.randrange(case.members)
+    pid = [record["pid"] for record in records(case, member) if "pid" in record][-1]
+    with contextlib.suppress(ProcessLookupError), (Path(case.folder) / str(member)).open("a") as file:
+      os.kill(pid, signal.SIGKILL)
+      file.write(json.dumps({"at": time.monotonic(), "killed": True}) + "\n")
 
 
 def begins(case: Case) -> int | None:
@@ -304,15 +250,12 @@ def measure(case: Case, verbose: bool) -> str:
     ends[record["step"]] = record["at"]
   seconds, steps = ends[case.steps] - ends[first], case.steps - first
   live = sum(_live(case, life, first, ends) for life in lives)
-  constant = case.kill_every == 0 > case.trace and (case.slow == 1 or case.slow_to >= case.steps)
-  usual = statistics.median(ends[step] - ends[step - 1] for step in range(first + 1, case.steps + 1))
-  cuts = sum(ends[first] + at < ends[case.steps] for at in case.cut_at)
+  constant = case.kill_every == 0 and (case.slow == 1 or case.slow_to >= case.steps)
   columns = [f"{case.alive} / {case.members}", case.shares, f"{case.values / 1e6:g} M", f"{case.seconds:g} s"]
   columns += [f"{case.slow:g}", steps, f"{case.members * case.seconds * steps / live:.3f}"]
   columns += [f"{bound(case) * steps / seconds:.3f}" if constant else "-"]
-  columns += [f"{case.members * usual * steps / live:.1%}" if case.trace >= 0 else "-"]
   columns += [f"{seconds / steps:.3f} s", f"{sum(_cpu(life, first) for life in lives) / steps:.3f} s"]
-  columns += [f"{sum('killed' in r and r['at'] > ends[first] for r in found)} kills, {cuts} cuts"]
+  columns += [f"{sum('killed' in r and r['at'] > ends[first] for r in found)} kills"]
   columns += ["; ".join(f"{n['factor']:.2f} after {after}: {n['shares']} shares" for after, n in notices(case)) or "-"]
   return f"| {' | '.join(map(str, columns))} |"
 
@@ -381,9 +324,6 @@ def main() -> None:
   parser.add_argument("--slow", type=float, default=1.0, help="how much longer member 1 computes")
   parser.add_argument("--slow-to", type=int, default=10**9, help="the last step in which it does")
   parser.add_argument("--kill-every", type=float, default=0.0, help="seconds from one kill to the next; 0: none")
-  parser.add_argument("--trace", type=int, default=-1, help="kill as in process_goodput, with this seed")
-  parser.add_argument("--cut-at", type=numbers, default=[], help="seconds at which a link is cut for 3 s, 60,120")
-  parser.add_argument("--start-seconds", type=float, default=0.0, help="that a killed member needs besides")
   parser.add_argument("--verbose", action="store_true", help="show what the supervisor and the members print")
   parser.add_argument("--supervise", help=argparse.SUPPRESS)  # a Case, for the processes that this command starts
   parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -394,8 +334,8 @@ def main() -> None:
     case = Case(**json.loads(args.case))
     Member(case, join(Place.read(os.environ))).run()
     return
-  print("| k / N | shares | values | slice | slow | steps | ideal | bound | goodput | step | CPU | faults | named |")
-  print("|---" * 13 + "|")
+  print("| k / N | shares | values | slice | slow | steps | ideal | bound | step | CPU | faults | named |")
+  print("|---" * 12 + "|")
   for values, shares, alive in itertools.product(args.values, args.shares, args.alive or [args.members]):
     with tempfile.TemporaryDirectory() as folder:
       chosen = vars(args) | {"values": values, "shares": shares, "alive": alive, "folder": folder}

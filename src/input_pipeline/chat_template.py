@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from input_pipeline import remote
+from input_pipeline import remote, storage
 from input_pipeline.errors import ConfigError, shorten
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _chatml(tokenizer: BpeTokenizer, names: Mapping[str, str]) -> str:
 
 
 def _is_folder(place: str) -> bool:
-  return not remote.is_address(place) and Path(place).expanduser().is_dir()
+  return not storage.is_address(place) and Path(place).expanduser().is_dir()
 
 
 def _text(place: str) -> str | None:

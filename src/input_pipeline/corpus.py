@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
-from input_pipeline import data_files, first_bytes, folders, jsonl, remote
+from input_pipeline import data_files, first_bytes, folders, jsonl, storage
 from input_pipeline.data_files import TEXT_SUFFIXES, File
 from input_pipeline.documents import BadRecord, LongText, Piece, cut_at_lines, line_number, naming
 from input_pipeline.errors import ConfigError
@@ -38,7 +38,7 @@ def find(key: str, path: str, left: LeftOut | None = None) -> list[Piece]:
   if not path:
     return _standard_library(key)
   root = Path(path).expanduser()
-  if remote.is_address(path):
+  if storage.is_address(path):
     files = data_files.relative_names(data_files.text_at_address(key, path, left))
     pieces = [Piece(name, file, 0, file.size) for name, file in files]
   elif root.is_file():

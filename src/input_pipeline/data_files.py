@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
-from input_pipeline import folders, remote
+from input_pipeline import folders, remote, storage
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.folders import LeftOut
 
@@ -104,7 +104,7 @@ def relative_names(files: Collection[X]) -> list[tuple[str, X]]:
 
 def _files(key: str, part: str, names: tuple[str, ...], file_type: str, left: LeftOut) -> Iterator[File]:
   """Yields the files of one file, folder or pattern."""
-  if not remote.is_address(part):
+  if not storage.is_address(part):
     yield from _local(folders.as_path(part, f"{key}="), names, left)
   elif file_type in ("parquet", "jsonl"):
     yield from remote.find(key, part, names, left)

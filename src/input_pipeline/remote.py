@@ -15,7 +15,6 @@ from input_pipeline import places, storage
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.folders import LeftOut, is_set_aside, literal, matches
 from input_pipeline.storage import StorageError
-from input_pipeline.storage import is_address as is_address
 
 SCHEMES = ("gs", "s3")
 _LISTING = 2**28  # bytes: what a listing of a large folder may take
@@ -120,7 +119,7 @@ def _explained(given: str) -> Iterator[None]:
 def read(key: str, path: str) -> bytes:
   """The content of one file, local or at an address. key: for messages. Raises OSError, FileNotFoundError without it,
   and ConfigError as `find`."""
-  if not is_address(path):
+  if not storage.is_address(path):
     return Path(path).expanduser().read_bytes()
   for file in find(key, path, ()):
     with file.open() as content:

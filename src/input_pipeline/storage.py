@@ -31,8 +31,6 @@ _BYTES_PER_SECOND = 1 << 20  # a slow network: large requests get more time
 BLOCK = 2**23
 _AGAIN_SECONDS = 1.0  # in which a call on this machine is repeated: a stale handle of NFS is gone then
 
-tell: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True)  # a run sets it to its log
-
 _limit = contextvars.ContextVar("storage_limit", default=0.0)  # seconds; 0: ANSWER_SECONDS
 _systems: dict[tuple[int, str], Any] = {}  # file systems of fsspec
 _FACTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -155,7 +153,8 @@ def _told(operation: str, address: str) -> Iterator[None]:
   if not is_address(address):
     yield
     return
-  waiting = lambda: tell(f"Waiting for {address}, which is being {operation}...")
+  text = f"Waiting for {address}, which is being {operation}..."
+  waiting = functools.partial(print, text, file=sys.stderr, flush=True)
   timer = threading.Timer(TOLD_AFTER_SECONDS, waiting)
   timer.daemon = True
   timer.start()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from input_pipeline import first_bytes, long_text, remote
+from input_pipeline import first_bytes, long_text, remote, storage
 from input_pipeline.errors import ConfigError
 
 _FILE = "tokenizer.json"  # of a folder
@@ -318,7 +318,7 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
 
 def _read(path: str) -> bytes:
   """The content of a file, local or at an address, or of tokenizer.json in a local folder. Raises OSError."""
-  in_folder = not remote.is_address(path) and Path(path).expanduser().is_dir()
+  in_folder = not storage.is_address(path) and Path(path).expanduser().is_dir()
   return remote.read("tokenizer_path", f"{path}/{_FILE}" if in_folder else path)
 
 

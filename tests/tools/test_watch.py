@@ -283,13 +283,13 @@ def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):
 
 
 def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):
-  from trainer.observe import files
+  from input_pipeline import storage
 
   run = young_run(tmp_path / "a")
   run.close()
   for name in ("metrics.jsonl", "events.jsonl"):  # as an object store has them: numbered parts
     os.rename(tmp_path / "a" / name, tmp_path / "a" / f"{name}.000000")
-  monkeypatch.setattr(files, "is_object_store", lambda path: True)
+  monkeypatch.setattr(storage, "is_address", lambda path: True)
   page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
   assert "3 of 20" in page.state().body and page.state().version == 1
   part = tmp_path / "a" / "metrics.jsonl.000000"

@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
+from input_pipeline import storage
 from input_pipeline.locks import UNSUPPORTED, locked
 from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.ramdisk_size import ramdisk_exact
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.observe import files
 
 
 def warnings(
@@ -35,7 +35,7 @@ def warnings(
   if not cfg.enable_checkpointing:
     return
   folder = f"{config.run_directory}/checkpoints"
-  if in_storage and not files.is_object_store(folder):
+  if in_storage and not storage.is_address(folder):
     # The oldest checkpoint is deleted when the newest is committed.
     count = cfg.max_num_checkpoints_to_keep + cfg.checkpoint_keep_best + 1
     if cfg.checkpoint_keep_period:
@@ -55,7 +55,7 @@ def warnings(
 def require_locks(config: Config) -> None:
   """Raises ConfigError if no checkpoint can be saved in the run's folder, because Orbax locks its files there."""
   run_directory = config.run_directory
-  if not config.checkpoint.enable_checkpointing or files.is_object_store(run_directory):
+  if not config.checkpoint.enable_checkpointing or storage.is_address(run_directory):
     return
   import fcntl
 

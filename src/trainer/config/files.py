@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from input_pipeline import folders, remote
+from input_pipeline import folders, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.config.errors import ConfigError, Problems, nearest, shorten
@@ -37,7 +37,7 @@ def check_current_folder() -> None:
 
 def path_of(value: str) -> Path | Place:
   """The path of a local file, or of one at an address such as gs://BUCKET/NAME."""
-  return Place(value) if remote.is_address(value) else folders.as_path(value, "file ")
+  return Place(value) if storage.is_address(value) else folders.as_path(value, "file ")
 
 
 def search_folders() -> list[Path]:

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from input_pipeline import data_files, remote
+from input_pipeline import data_files, remote, storage
 from input_pipeline.folders import LeftOut, as_path
 from input_pipeline.options import DataOptions
 from trainer.config import mixture
@@ -81,7 +81,7 @@ def _check_parameters(config: Config) -> None:
   begun = any(os.path.exists(f"{config.run_directory}/{name}") for name in ("run_id", "checkpoints"))
   if place.startswith("s3://"):
     remote.require_bucket(f"load_parameters_path={shorten(place)}", place)
-  if not place or remote.is_address(place) or begun:
+  if not place or storage.is_address(place) or begun:
     return
   folders = (re.sub(r"@[0-9]+$", "", place), place)
   if not any(os.path.isdir(as_path(folder, "load_parameters_path=")) for folder in folders):
@@ -135,7 +135,7 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
   with problems.collect():
     path = data.tokenizer_path if data.tokenizer_type == "bpe" else ""
     inside = f"{path.rstrip('/')}/tokenizer.json"
-    if path and not is_file("tokenizer_path", path) and (remote.is_address(path) or not is_file("", inside)):
+    if path and not is_file("tokenizer_path", path) and (storage.is_address(path) or not is_file("", inside)):
       raise ConfigError(
         f"tokenizer_path={path}: there is no such file.\nGive a tokenizers JSON file, perhaps {inside}, or a local "
         "folder that has a tokenizer.json."
@@ -150,7 +150,7 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
 
 def is_file(name: str, value: str) -> bool:
   """Whether the value of the key `name` is a file, local or at an address."""
-  if remote.is_address(value):
+  if storage.is_address(value):
     return bool(remote.find(name, value, ()))
   return os.path.isfile(as_path(value, f"{name}="))
 
@@ -202,10 +202,10 @@ def _check_folder(name: str, value: str, folder: str) -> Path | None:
 
 def _is_address(name: str, value: str) -> bool:
   """Whether `value` is an address on an object store; ConfigError for an address that cannot be written."""
-  if "://" not in value and not re.match(r"\w+:/", value):
+  remote.require_address(f"{name}={shorten(value)}", value, remote.SCHEMES)
+  if not storage.is_address(value):
     return False
   scheme = value.partition(":")[0]
-  remote.require_address(f"{name}={shorten(value)}", value, remote.SCHEMES)
   if not value.isprintable() or len(value.encode()) > 500:
     raise ConfigError(
       f"{name}={shorten(value)!a}: is not a name for objects.\nUse at most 500 bytes of printable characters."
@@ -264,7 +264,7 @@ def _check_text(name: str, value: str) -> None:
   _check_placeholder(name, value)
   kinds = ", ".join(data_files.TEXT_SUFFIXES)
   left = LeftOut()
-  if remote.is_address(value):
+  if storage.is_address(value):
     if not data_files.text_at_address(name, value, left):
       raise ConfigError(
         f"{name}={shorten(value)}: has no file of {kinds} with text in it{left.note}.\nGive another address."

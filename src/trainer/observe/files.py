@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import places, remote
+from input_pipeline import places, remote, storage
 from input_pipeline.places import Place
 
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
@@ -43,10 +43,6 @@ class LineFile:
     """Flushes and releases the file. Closing twice is allowed; appending afterwards does nothing."""
 
 
-def is_object_store(path: str) -> bool:
-  return "://" in path
-
-
 def check_address(directory: str) -> None:
   """Raises ConfigError for an address that is not on an object store which this program can read."""
   remote.require_address(directory, directory)
@@ -61,7 +57,7 @@ def open_lines(directory: str | None, name: str) -> LineFile:
   """The line file `name` of a run directory, created or continued. With directory=None, lines are discarded."""
   if directory is None:
     return LineFile()
-  return ObjectLines(directory, name) if is_object_store(directory) else LocalLines(Path(directory) / name)
+  return ObjectLines(directory, name) if storage.is_address(directory) else LocalLines(Path(directory) / name)
 
 
 class LocalLines(LineFile):
@@ -203,7 +199,7 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
 
   Reads as it goes: a file of a million lines is never in memory as a whole.
   """
-  if is_object_store(directory):
+  if storage.is_address(directory):
     for _, part in _parts(directory, name):
       # Not splitlines(): sampled text may hold other line separators.
       yield from part.read_bytes().decode("utf-8", "replace").removesuffix("\n").split("\n")
@@ -216,7 +212,7 @@ def read_lines(directory: str, name: str) -> Iterator[str]:
 def cut_lines(directory: str, name: str, keeps: Callable[[bytes], bool]) -> None:
   """Removes the first line for which keeps(line, with its newline) is false, and all lines after it. No process may
   have the file open."""
-  if not is_object_store(directory):
+  if not storage.is_address(directory):
     with contextlib.suppress(FileNotFoundError), (Path(directory) / name).open("r+b") as file:
       file.truncate(sum(map(len, itertools.takewhile(keeps, file))))
     return
@@ -233,7 +229,7 @@ def cut_lines(directory: str, name: str, keeps: Callable[[bytes], bool]) -> None
 
 def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iterator[dict[str, Any]]:
   """The records in about the last `size` bytes of a line file of JSON objects; of an object store, in its last part."""
-  if is_object_store(directory):
+  if storage.is_address(directory):
     parts = _parts(directory, name)
     data = parts[-1][1].read_bytes() if parts else b""
   else:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from input_pipeline import storage
 from input_pipeline.locks import locked
 from trainer.config.errors import ConfigError
-from trainer.observe.files import is_object_store
 
 FILE = "launch_id"  # {run}/launch_id: the launch whose processes hold the lock of the run's folder, or held it last
 _POLL_SECONDS = 0.1
@@ -31,7 +31,7 @@ def held(
   other launches, then raises ConfigError. Object stores and file systems without flock have no lock: there a run must
   be launched only once.
   """
-  if is_object_store(directory):
+  if storage.is_address(directory):
     yield lambda: True
     return
   path = Path(directory, FILE)

@@ -6,8 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from input_pipeline import storage
 from trainer.config.schema import ObserveSection
-from trainer.observe import files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 
@@ -89,6 +89,6 @@ def tracer_for(directory: str) -> tuple[Callable[[str], object], Callable[[], ob
   import jax
   from pathwaysutils import profiling
 
-  if files.is_object_store(directory):
+  if storage.is_address(directory):
     return jax.profiler.start_trace, jax.profiler.stop_trace
   return profiling._original_start_trace, profiling._original_stop_trace

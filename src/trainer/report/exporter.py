@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import storage
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
@@ -77,7 +78,7 @@ class Follower:
   def _new_events(self) -> Iterator[dict[str, Any]]:
     """The records of events.jsonl since the last call; all of them if the file was replaced, or has grown in an object
     store."""
-    if files.is_object_store(self._directory):
+    if storage.is_address(self._directory):
       if (parts := files.parts_signature(self._directory, EVENTS_FILE)) == self._file:
         return iter(())
       self._reset()

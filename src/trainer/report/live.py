@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
+from input_pipeline import storage
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
@@ -115,7 +116,7 @@ def runs_in(directory: str) -> list[str]:
 
   ConfigError if it does not exist.
   """
-  if files.is_object_store(directory) or _signature(directory):
+  if storage.is_address(directory) or _signature(directory):
     return []
   found = (Path(directory).glob(f"{depth}/{name}") for depth in ("*", "*/*") for name in (METRICS_FILE, EVENTS_FILE))
   return sorted({str(path.parent) for paths in found for path in paths})
@@ -124,7 +125,7 @@ def runs_in(directory: str) -> list[str]:
 def _signature(directory: str) -> Sequence[object]:
   """For each line file that exists, a value that changes when it grows or is replaced. ConfigError without a folder."""
   names = (METRICS_FILE, EVENTS_FILE)
-  if files.is_object_store(directory):
+  if storage.is_address(directory):
     return [parts for name in names if (parts := files.parts_signature(directory, name))]
   if not Path(directory).exists():
     raise ConfigError(f"{directory} does not exist")

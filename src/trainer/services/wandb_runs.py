@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.observe import files
+from input_pipeline import storage
 from trainer.observe.log import Log
 from trainer.process.signals import PREEMPTED
 from trainer.services.background_writer import Scalars
@@ -118,7 +118,7 @@ class WandbRun:
     """Begins or continues the run. Raises wandb's errors."""
     import wandb
 
-    self._temporary = tempfile.mkdtemp(prefix="wandb-") if files.is_object_store(run_directory) else ""
+    self._temporary = tempfile.mkdtemp(prefix="wandb-") if storage.is_address(run_directory) else ""
     directory = Path(self._temporary or run_directory)
     settings = wandb.Settings(console="off", silent=True)
     wandb.setup(settings)  # silent from here on: stdout has the lines of log.txt

@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from input_pipeline import storage
 from input_pipeline.places import Place
 from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.errors import CheckpointError, Rejected
@@ -63,7 +64,7 @@ def describe(run: str, *, verify: bool = False) -> Iterator[str]:
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   rows = [*_checkpoints(folders, verify), *_rejected(folders), *_local_copies(run, events)]
   sizes = {kind: sum(row.size for row in rows if row.kind == kind) for kind in dict.fromkeys(row.kind for row in rows)}
-  free = "" if files.is_object_store(run) else f"; free on this disk: {_size(shutil.disk_usage(run).free)}"
+  free = "" if storage.is_address(run) else f"; free on this disk: {_size(shutil.disk_usage(run).free)}"
   yield f"{run}: {', '.join(f'{kind} {_size(size)}' for kind, size in sizes.items()) or 'no checkpoint'}{free}"
   yield from _last_writer(run, events)
   if rows:

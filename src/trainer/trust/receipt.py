@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import storage
 from input_pipeline.batch import DataError
 from trainer.observe import environment, files
 from trainer.observe.metrics import read_metrics
@@ -149,7 +150,7 @@ def _devices(run: Opened) -> Line:
 
 def read(directory: str) -> Iterator[bytes]:
   """The lines of a receipt, each with its newline, unless it is torn."""
-  if not files.is_object_store(directory):
+  if not storage.is_address(directory):
     with (Path(directory) / FILE).open("rb") as file:
       yield from file
     return

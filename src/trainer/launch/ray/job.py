@@ -11,12 +11,12 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from input_pipeline import storage
 from trainer.cluster import run_command
 from trainer.cluster.launched import check, run_rules
 from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
-from trainer.observe import files
 from trainer.process.signals import INTERRUPTED, requests
 from worlds.interruptions import Repeats
 from worlds.supervisor import FAILED
@@ -155,7 +155,7 @@ def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespa
 
 def _storage(folder: str) -> str:
   """Where Ray keeps its own records, and a pointer to the newest checkpoint: beside the runs."""
-  return f"{folder if files.is_object_store(folder) else os.path.abspath(folder)}/ray"
+  return f"{folder if storage.is_address(folder) else os.path.abspath(folder)}/ray"
 
 
 def _stop(supervisor: Any, repeats: Repeats, number: int, frame: object) -> None:

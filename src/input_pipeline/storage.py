@@ -32,6 +32,7 @@ BLOCK = 2**23
 _AGAIN_SECONDS = 1.0  # in which a call on this machine is repeated: a stale handle of NFS is gone then
 
 _limit = contextvars.ContextVar("storage_limit", default=0.0)  # seconds; 0: ANSWER_SECONDS
+_is_silent = contextvars.ContextVar("storage_is_silent", default=False)  # no line says what is awaited
 _systems: dict[tuple[int, str], Any] = {}  # file systems of fsspec
 _FACTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _PASSING = {
@@ -126,13 +127,15 @@ def seconds() -> float:
 
 
 @contextlib.contextmanager
-def limited(most: float) -> Iterator[None]:
-  """Inside the block, an object store has at most so many seconds for an answer: something else can do without it."""
-  token = _limit.set(min(most, seconds()))
+def limited(most: float, *, is_silent: bool = False) -> Iterator[None]:
+  """Inside the block, an object store has at most so many seconds for an answer: something else can do without it.
+  is_silent: nobody waits for the answer, so no line says that it is awaited."""
+  limit, silent = _limit.set(min(most, seconds())), _is_silent.set(is_silent or _is_silent.get())
   try:
     yield
   finally:
-    _limit.reset(token)
+    _limit.reset(limit)
+    _is_silent.reset(silent)
 
 
 @contextlib.contextmanager
@@ -150,7 +153,7 @@ def access(operation: str, address: object) -> Iterator[None]:
 @contextlib.contextmanager
 def _told(operation: str, address: str) -> Iterator[None]:
   """After TOLD_AFTER_SECONDS in the block, a line says what is awaited."""
-  if not is_address(address):
+  if not is_address(address) or _is_silent.get():
     yield
     return
   text = f"Waiting for {address}, which is being {operation}..."

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -364,3 +366,20 @@ def test_the_only_copy_of_a_host_stays_until_the_next_one_is_complete(tmp_path, 
     t.wait()
   assert restore(t) == 2
   assert {int(name.split(".")[0]) for name in files(t)} == {2}
+
+
+@pytest.mark.parametrize("operation", ["newest", "candidates", "restore"])
+def test_a_disk_that_fails_on_one_process_fails_on_all_before_they_gather(tmp_path, monkeypatch, operation):
+  class World(SingleWorld):
+    def gather(self, value):
+      gathered.append(value)
+      return [value]
+
+  t, gathered = filled(tmp_path), []
+  candidate = t.candidates()[0]
+  t._world = World()
+  monkeypatch.setattr(Path, "iterdir", lambda self: (_ for _ in ()).throw(OSError(errno.ESTALE, "Stale file handle")))
+  work = {"restore": lambda: t.restore(candidate, None, lambda meta: None)}.get(operation, getattr(t, operation))
+  with pytest.raises(CheckpointError, match="Stale file handle"):
+    work()
+  assert len(gathered) == 1 and "Stale" in gathered[0][1], "the other processes wait for what this one found"

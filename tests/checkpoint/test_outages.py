@@ -191,12 +191,14 @@ def test_a_recovery_from_memory_needs_no_storage(bucket):
   bucket.failing = HttpError(503)
   cfg, recorder = toy_state.config(), toy_state.Recorder()
   tiers = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", snapshots=Memory(), log=recorder.log)
-  found = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2)))
+  abstract = toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2))
+  assert tiers.restore_newest(abstract, completed=3).step == 3 and not recorder.lines, "no wait for the storage"
+  found = tiers.restore_newest(abstract, completed=4)
   assert found.step == 3 and found.tier == "snapshot"
   assert "The persistent backups are left out: gs://bucket/run/checkpoints cannot be listed" in recorder.lines[0]
   alone = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", log=recorder.log)
   with pytest.raises(CheckpointError, match="cannot be listed"):  # and no fresh state
-    alone.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2)))
+    alone.restore_newest(abstract)
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_left_out_if_memory_has_a_state():
@@ -229,11 +231,29 @@ def test_a_process_that_has_completed_a_step_takes_no_fresh_state():
   attempt = Attempt.__new__(Attempt)
   attempt.session = SimpleNamespace(snapshots=SimpleNamespace(begin_attempt=lambda *args: None))
   attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
-  attempt.tiers = SimpleNamespace(restore_newest=lambda *args: None)
+  attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
   attempt.program = SimpleNamespace(state=None)
   attempt.elastic = SimpleNamespace(steps=SimpleNamespace(last_step=7))
   with pytest.raises(CheckpointError, match="step 7 was completed, and no copy of the state is left"):
     attempt.restore()
+
+
+def test_a_new_process_says_that_it_begins_again(monkeypatch):
+  attempt, lines = Attempt.__new__(Attempt), []
+  attempt.config, attempt.program = None, SimpleNamespace(state=None)
+  attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
+  attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
+  attempt.elastic = SimpleNamespace(steps=SimpleNamespace(last_step=0), uses_snapshots=False)
+  attempt.session = SimpleNamespace(
+    snapshots=SimpleNamespace(begin_attempt=lambda *args: None),
+    metrics=SimpleNamespace(earlier_step=7),
+    log=SimpleNamespace(line=lines.append),
+    events=SimpleNamespace(emit=lambda *args, **fields: None),
+  )
+  monkeypatch.setattr("trainer.run.attempt._fresh_state", lambda *args: "fresh")
+  monkeypatch.setattr(Attempt, "evaluation_due", lambda self, step: False)
+  assert attempt.restore().state == "fresh"
+  assert lines == ["No checkpoint is left, though step 7 was completed: the run begins again at step 0."]
 
 
 def test_a_full_disk_at_the_beginning_of_the_training_is_a_warning(tmp_path, monkeypatch):

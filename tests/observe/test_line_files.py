@@ -23,6 +23,7 @@ def bucket(tmp_path, monkeypatch):
   class Bucket(LocalFileSystem):
     protocol = ("gcs", "gs")
     broken = False
+    error: Exception = RuntimeError("503 backend error")
     answers = threading.Event()
     writes = 0
     cachable = False
@@ -36,7 +37,7 @@ def bucket(tmp_path, monkeypatch):
       assert mode in ("r", "rb", "w", "wb"), f"object stores cannot open with {mode}"
       if "w" in mode:
         if Bucket.broken:
-          raise RuntimeError("503 backend error")
+          raise Bucket.error
         Bucket.answers.wait()
         Bucket.writes += 1
       return super().open(path, mode, **options)
@@ -102,6 +103,23 @@ def test_an_outage_loses_nothing_and_is_reported_once(bucket, capsys):
   lines.close()
   assert list(files.read_lines("gs://b/run", "x")) == ["before", "during 0", "during 1", "during 2", "after"]
   assert capsys.readouterr().err.count("503 backend error") == 1
+
+
+def test_a_save_does_not_wait_for_records_in_an_outage(bucket, monkeypatch, capsys):
+  """Their thread tries again; a line about each try would fill the screen."""
+  monkeypatch.setattr(storage, "TOLD_AFTER_SECONDS", 0.0)
+  lines = files.ObjectLines("gs://b/run", "x", period=60)
+  lines.append("one")
+  bucket.broken, bucket.error, began = True, TimeoutError(), time.monotonic()
+  monkeypatch.setattr(files, "LONGEST_WAIT_SECONDS", 0.5)
+  monkeypatch.setattr(files, "_SHORT_WAIT_SECONDS", 0.1)
+  for _ in range(5):
+    lines.flush()
+  assert time.monotonic() - began < 5 and capsys.readouterr().err.count("\n") == 1
+  bucket.broken = False
+  lines.flush()
+  assert list(files.read_lines("gs://b/run", "x")) == ["one"]
+  lines.close()
 
 
 def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch, capsys):

@@ -25,6 +25,7 @@ TINY = (
 TAIL = 4096  # bytes that hold several records
 _TIME = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d ", re.MULTILINE)
 STEP = re.compile(rb'"step": (\d+), "seconds"')
+PRINTED_STEP = re.compile(rb"completed step: (\d+)")
 
 
 def without_times(log: str) -> str:

@@ -33,6 +33,7 @@ from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
 from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, box_of, folder, identity
+from trainer.checkpoint.together import together
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
@@ -229,13 +230,14 @@ class Emergency:
   # ---- restoring ----
 
   def newest(self) -> int:
-    """The newest step that this world can restore; 0: none. Logs nothing."""
-    whole, _ = self._known(self._copies.listed()[0])
+    """The newest step that this world can restore; 0: none. Logs nothing. Every process raises CheckpointError if one
+    of them cannot list its copies."""
+    whole, _ = self._known(together(self._world, self._copies.listed)[0])
     return max((candidate.step for candidate in whole), default=0)
 
   def candidates(self) -> list[Candidate]:
     """Saves that are complete if the parts of all processes are put together, newest first."""
-    listed, damage = self._copies.listed()
+    listed, damage = together(self._world, self._copies.listed)
     for line in damage:
       self._log(line)
     whole, partial = self._known(listed)
@@ -264,7 +266,7 @@ class Emergency:
 
   def restore(self, candidate: Candidate, abstract: Any, accept: Accept) -> tuple[Any, dict[str, Any]]:
     """(state, meta), assembled from the undamaged parts of all processes."""
-    held, meta, damage = self._copies.held(candidate)
+    held, meta, damage = together(self._world, functools.partial(self._copies.held, candidate))
     for line in damage:
       self._log(line)
       self._emit("checkpoint_rejected", step=candidate.step, tier="emergency", reason=line)

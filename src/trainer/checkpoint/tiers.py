@@ -108,7 +108,7 @@ class Tiers:
     self._makes_up &= self._saves
     if before or not self._saves or not self._cfg.enable_checkpointing:
       return
-    with contextlib.suppress(CheckpointError):  # which the next save tells
+    with contextlib.suppress(CheckpointError), storage.limited(PATIENCE_SECONDS):  # the next save tells
       self._newest = self._persistent.newest()
     due = step - step % self._cfg.checkpoint_period
     self._makes_up = due > 0 and due != step and (self._newest or (0,))[0] < due
@@ -235,17 +235,21 @@ class Tiers:
 
     Storage that cannot be listed counts as empty: another world may have the state, and restoring without one fails.
     """
-    local = self._emergency.newest() if self._emergency is not None else 0
-    others = [backup for backup in self._backups if backup is not self._emergency]
-    try:
-      with storage.limited(PATIENCE_SECONDS):
-        return max([local, *(candidate.step for backup in others for candidate in backup.candidates())])
-    except CheckpointError as error:
-      self._warn(f"{error}. The other slices may have the state")
-      return local
+    newest = 0
+    for backup in self._backups:
+      try:
+        with storage.limited(PATIENCE_SECONDS):
+          steps = [backup.newest()] if isinstance(backup, Emergency) else [each.step for each in backup.candidates()]
+      except CheckpointError as error:
+        self._warn(f"{error}. The other slices may have the state")
+      else:
+        newest = max([newest, *steps])
+    return newest
 
-  def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None) -> Restored | None:
+  def restore_newest(self, abstract: Any, accept: Accept = lambda meta: None, *, completed: int = 0) -> Restored | None:
     """The newest good state, with the shapes, types and shardings of `abstract`; None on a first start.
+
+    completed: the last step that this process has completed. A snapshot of it is restored without a look at storage.
 
     accept(meta) may raise to refuse a good checkpoint that does not fit the run (ConfigMismatch): that ends the search.
     Damaged checkpoints in storage are moved to {run}/checkpoints_rejected once a good state is found, and what killed
@@ -260,7 +264,10 @@ class Tiers:
       if backup is self._persistent:
         bad[str(candidate.step)] = reason
 
-    restored = restore_newest(self._backups, abstract, accept, rejected, self._log)
+    memory = [backup for backup in self._backups if backup.tier == "snapshot"]
+    memory = [backup for backup in memory if completed and any(c.step >= completed for c in backup.candidates())]
+    restored = restore_newest(memory, abstract, accept, rejected, self._log)
+    restored = restored or restore_newest(self._backups, abstract, accept, rejected, self._log)
     if not self._cfg.enable_checkpointing or (restored is not None and restored.tier == "snapshot"):
       return restored
     damaged = bool(bad)

@@ -25,6 +25,7 @@ from input_pipeline import places, remote, storage
 from input_pipeline.places import Place
 
 LONGEST_WAIT_SECONDS = 10.0  # of a checkpoint, or of the end of a process, for a destination that does not answer
+_SHORT_WAIT_SECONDS = 1.0  # for a destination whose last answer was an error
 _PARSED_TOGETHER = 64  # lines of JSON
 
 
@@ -37,7 +38,7 @@ class LineFile:
     return True
 
   def flush(self) -> None:
-    """Returns when readers can see all lines so far."""
+    """Returns when readers can see all lines so far, or when the storage has failed to take them."""
 
   def close(self) -> None:
     """Flushes and releases the file. Closing twice is allowed; appending afterwards does nothing."""
@@ -125,7 +126,17 @@ class ObjectLines(LineFile):
       return not self._stop.is_set()
 
   def flush(self) -> None:
-    with self._upload_lock:
+    """Waits LONGEST_WAIT_SECONDS at most, and less in an outage: the training waits, and the thread tries again."""
+    most = _SHORT_WAIT_SECONDS if self._failing else LONGEST_WAIT_SECONDS
+    if self._upload_lock.acquire(timeout=most):
+      try:
+        self._upload(most)
+      finally:
+        self._upload_lock.release()
+
+  def _upload(self, most: float) -> None:
+    """most: seconds that the storage may take. The caller holds the lock of uploads."""
+    with storage.limited(most, is_silent=True):
       with self._lock:
         if not self._dirty:
           return
@@ -173,8 +184,12 @@ class ObjectLines(LineFile):
 
   def _run(self, period: float) -> None:
     while not self._stop.wait(period):
-      self.flush()
-    self.flush()
+      self._upload_all()
+    self._upload_all()
+
+  def _upload_all(self) -> None:
+    with self._upload_lock:
+      self._upload(LONGEST_WAIT_SECONDS)
 
 
 def _encode(line: str) -> bytes:

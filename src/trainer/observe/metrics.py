@@ -160,6 +160,11 @@ class Metrics:
     return max((record.step for record in self._recent if isinstance(record, StepRecord)), default=0)
 
   @property
+  def earlier_step(self) -> int:
+    """The last step that earlier processes have recorded; 0: none."""
+    return int(self._before.get("step", 0))
+
+  @property
   def seconds_since_last_record(self) -> float:
     """How long ago this process last had a record, by its own clock."""
     return float(self._events.stamp()["monotonic"] - self._recent_at)

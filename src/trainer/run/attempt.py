@@ -84,15 +84,18 @@ class Attempt:
     """Returns the newest good state, or a fresh one."""
     session, begin = self.session, time.monotonic()
     session.snapshots.begin_attempt(dict(zip(self.view.slices, self.view.devices)), self.survivors)
-    if (saved := self.tiers.restore_newest(self.program.state, self._accept)) is not None:
+    completed = self.elastic.steps.last_step
+    if (saved := self.tiers.restore_newest(self.program.state, self._accept, completed=completed)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
-    elif self.elastic.steps.last_step:
+    elif completed:
       raise CheckpointError(
-        f"step {self.elastic.steps.last_step} was completed, and no copy of the state is left: neither in memory nor "
+        f"step {completed} was completed, and no copy of the state is left: neither in memory nor "
         "in a checkpoint. Start the same command again to begin at step 0; checkpoints (enable_checkpointing, "
         "checkpoint_period) and snapshots (snapshot_period) prevent this"
       )
     else:
+      if earlier := session.metrics.earlier_step:
+        session.log.line(f"No checkpoint is left, though step {earlier} was completed: the run begins again at step 0.")
       state, step, tier, meta = _fresh_state(self.config, session, self.program), 0, "none", None
     jax.block_until_ready(state)
     if self.elastic.uses_snapshots:

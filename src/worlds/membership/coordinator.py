@@ -45,7 +45,7 @@ class Coordinator(Epochs):
       return [Send(member, message("end", code=self.code, reason=""))]
     if reason := self.failures.excluded.get(member):
       return [Send(member, message("end", code=FAILED, reason=f"The supervisor refuses this process. {reason}"))]
-    found = self._members.setdefault(member, Member(lanes))
+    found = self._members.setdefault(member, Member(lanes, self.clock()))
     if found.lanes != lanes:
       raise ValueError(f"says that member {member} has {lanes} lanes; its other lanes say {found.lanes}")
     found.addresses[lane] = address
@@ -250,7 +250,7 @@ class Coordinator(Epochs):
     if self.phase == "holding" and not self.stopping and self._joiners():  # one that was apart may join now
       effects += self._reform()
     if self.phase == "holding" and self.clock() - self._waits_since > self._timeout:
-      effects += self.end(1, self._too_few())
+      effects += self._replace_starting() or self.end(1, self._too_few())
     return effects
 
   # ---- the first epoch ----
@@ -259,12 +259,25 @@ class Coordinator(Epochs):
     ready, late = self._ready().keys(), self.clock() - self._waits_since > self._timeout
     least = 1 if self.stopping else self._minimum
     if late and len(ready) < least:
-      return self.end(1, self._too_few())
+      return self._replace_starting() or self.end(1, self._too_few())
     if not late and not self._survivors <= ready:
       return []
     enough = least if late or self.stopping else self._expected
     enough = max(least, enough - len(self.failures.unreliable() - ready))
     return self._lead() if len(ready) >= enough else []
+
+  def _replace_starting(self) -> Effects:
+    """Ends members that have connected and are not ready in time, while others are, and waits for them again: each
+    once. Such a member lives, and hangs in what its start does, such as reading its data."""
+    now = self.clock()
+    late = {member: now - self._members[member].since for member in self.starting - self._replaced}
+    late = {member: seconds for member, seconds in late.items() if seconds > self._timeout / 2}
+    if not late or self.stopping or not (self._ready() or self.active):
+      return []
+    self._waits_since = now
+    self._replaced |= late.keys()
+    of = sorted(late.items())
+    return [Kill(member, f"not ready {seconds:.0f} s after it connected", seconds) for member, seconds in of]
 
   def _tell_of_wait(self) -> Effects:
     """A line, once, about members that are waited for while others are ready."""

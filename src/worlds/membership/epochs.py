@@ -24,6 +24,7 @@ class Member:
   """A member that is connected."""
 
   lanes: int
+  since: float = 0.0  # when it connected, by the clock
   addresses: dict[int, str] = field(default_factory=dict)  # by lane
   newest: int = -1  # the newest step that it can restore; -1: it is not ready
   holds: bool = False  # whether it has the state of this step in memory
@@ -109,6 +110,7 @@ class Epochs:
     self._dealing = Dealing(rules)
     self.witness = Witness()
     self._sent = SentState()
+    self._replaced: set[int] = set()  # members whose start took too long, once
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)

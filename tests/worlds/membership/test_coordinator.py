@@ -15,7 +15,7 @@ from tests.worlds.membership.protocol_model import Model
 from worlds.membership import dealing
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
-from worlds.membership.effects import Effects, Note, Send
+from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import from_ranges, to_ranges
 from worlds.membership.rules import RunRules
 
@@ -354,3 +354,28 @@ def test_a_loss_is_told_in_seconds_and_not_as_a_time_of_one_host(monkeypatch):
   now = 100.0
   (world,) = [effect.message for effect in run.lost(1, "killed", 4.0) if effect.message["kind"] == "world"]
   assert world["lost"] == {"1": ["killed", 4.0]}
+
+
+def test_a_member_that_hangs_after_it_has_connected_is_replaced_once_before_the_run_ends():
+  now = 0.0
+  run = Coordinator(RunRules(2, 2, 2, timeout=60.0), clock=lambda: now, hang_seconds=1e9)
+  kills = lambda effects: [effect.member for effect in effects if isinstance(effect, Kill)]
+
+  def beat_until(end: float) -> Effects:
+    nonlocal now
+    effects: Effects = []
+    while now < end and not effects:
+      now += 5.0
+      for member in (0, 1):
+        run.pulse.beat(member, 0)
+      effects = run.tick()
+      effects = [effect for effect in effects if not isinstance(effect, Note)]
+    return effects
+
+  for member in (0, 1):
+    run.hello(member, 0, 1, "address")
+  run.ready(0, 0, 0)
+  assert kills(beat_until(200.0)) == [1] and now == 65.0 and run.code is None
+  run.lost(1, "ended")
+  run.hello(1, 0, 1, "address")
+  assert not kills(beat_until(200.0)) and now == 130.0 and run.code == 1, "one time is enough"

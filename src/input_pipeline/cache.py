@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+from input_pipeline import storage
 from input_pipeline.errors import ConfigError
 from input_pipeline.locks import locked
 
@@ -48,7 +49,7 @@ def found(
   finished entry, or None. Processes that want the same entry wait for the first process; a good entry needs neither a
   lock nor write permission. Raises ConfigError when the directory cannot be written.
   """
-  if "://" in directory:
+  if storage.is_address(directory):
     raise ConfigError(f"dataset_cache_directory={directory} is not a local path. Set it to a folder of this machine.")
   root = Path(directory).expanduser()
   if (name := find()) and (root / name).is_dir() and fault(root / name) is None:

@@ -41,9 +41,10 @@ def vocabulary_warning(data: Mapping[str, Any], vocab_size: int) -> str | None:
   ids = data["tokenizer_vocab_size"]
   if ids is None or vocab_size <= _LARGEST_RATIO * ids:
     return None
+  others = {"byte": ", or train a tokenizer on the text (tokenizer_type=bpe)"}.get(data["tokenizer"], "")
   return (
     f"vocab_size={vocab_size:,} is far above the {ids:,} ids of the {data['tokenizer']} tokenizer: "
     f"{1 - ids / vocab_size:.1%} of the rows of embedding and head are never used, but cost memory and time. "
-    f"Set vocab_size={ids} (with override_model_config=true if model_name is set), or give the model's own tokenizer "
-    "(tokenizer_type=bpe tokenizer_path=tokenizer.json)."
+    f"Set vocab_size={ids} (with override_model_config=true if model_name is set){others}, or give the model's own "
+    "tokenizer (tokenizer_type=bpe tokenizer_path=tokenizer.json)."
   )

@@ -25,7 +25,7 @@ from trainer.checkpoint.backup import Candidate, restore_newest
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.tiers import Tiers
-from trainer.config import ConfigError
+from trainer.config import ConfigError, load
 from trainer.config.errors import tell_end
 from trainer.drivers.one_controller import OneController
 from trainer.run.attempt import Attempt
@@ -62,6 +62,10 @@ def bucket(monkeypatch):
     def ls(self, path, detail=True, **options):
       self._fail()
       return super().ls(path, detail, **options)
+
+    def cat_file(self, path, *args, **options):
+      self._fail()
+      return super().cat_file(path, *args)
 
     def pipe_file(self, path, value, **options):
       self._fail()
@@ -236,6 +240,18 @@ def test_a_process_that_has_completed_a_step_takes_no_fresh_state():
   attempt.elastic = SimpleNamespace(steps=SimpleNamespace(last_step=7))
   with pytest.raises(CheckpointError, match="step 7 was completed, and no copy of the state is left"):
     attempt.restore()
+
+
+def test_a_configuration_is_read_from_a_bucket(bucket):
+  place = Place("gs://bucket/run/config.yml")
+  with pytest.raises(ConfigError, match="there is no such file"):
+    load([str(place)])
+  place.write_text("base_config: base.yml\nsteps: 7\nlearning_rate: 0.5")
+  config = load([str(place), "steps=8"])
+  assert (config.run.steps, config.optimizer.learning_rate, config.run.run_name) == (8, 0.5, "config")
+  bucket.failing = HttpError(503)
+  with pytest.raises(StorageError, match="cannot be read"):
+    load([str(place)])
 
 
 def test_a_new_process_says_that_it_begins_again(monkeypatch):

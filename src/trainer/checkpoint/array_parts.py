@@ -38,7 +38,7 @@ def read_whole(folder: Place, name: str) -> np.ndarray:
 def _place(folder: Place) -> Any:
   """Where tensorstore finds the arrays of a checkpoint."""
   base = f"{folder}/state"
-  return s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if '://' in base else f'file://{base}'}/"
+  return s3.kvstore(f"{base}/") if s3.is_s3(base) else f"{base if folder.is_remote else f'file://{base}'}/"
 
 
 class ArrayParts:
@@ -48,7 +48,7 @@ class ArrayParts:
     import tensorstore
 
     self._store = tensorstore.KvStore.open({"driver": "ocdbt", "base": _place(folder)}).result()
-    self._block = _REMOTE_BLOCK if "://" in str(folder) else BLOCK
+    self._block = _REMOTE_BLOCK if folder.is_remote else BLOCK
     self._threads = futures.ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))  # they end with this object
     self._layouts: dict[str, tuple[list[int], list[int]]] = {}
 

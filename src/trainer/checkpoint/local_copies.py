@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from input_pipeline.places import Place
+from input_pipeline.storage import is_address
 from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes
 from trainer.checkpoint.arrays.boxes import Box
@@ -75,7 +76,7 @@ def box_of(value: Any) -> Box:
 
 def identity(run_directory: str) -> str:
   """A text that is the same for every spelling of one folder."""
-  return run_directory.rstrip("/") if "://" in run_directory else os.path.realpath(run_directory)
+  return run_directory.rstrip("/") if is_address(run_directory) else os.path.realpath(run_directory)
 
 
 def folder(local_directory: str | Path, run_directory: str) -> Path:

@@ -122,6 +122,8 @@ def _composed(path: Path | Place) -> yaml.MappingNode | None:
     raise ConfigError(f"{name}: is nested too deep.\nKeys are flat: write one `key: value` on each line.") from None
   except StorageError:
     raise
+  except FileNotFoundError:
+    raise ConfigError(f"{name}: there is no such file.") from None
   except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
     reason = str(error).splitlines()[0]
     raise ConfigError(f"{name}: cannot be read as YAML text: {reason}.\nGive a UTF-8 text file.") from None

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from input_pipeline import folders
+from input_pipeline import folders, remote
+from input_pipeline.places import Place
+from input_pipeline.storage import is_address
 from trainer.config import files, paths, validate
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import SWITCHES, Given, all_fields, all_keys, as_key, convert, is_answered, resolve
@@ -46,7 +48,7 @@ def load_with_origins(
   path, given = _read(argv, repeats)
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
-    given["run_name"] = Given(path.stem, "the config file's name")
+    given["run_name"] = Given(Path(path).stem, "the config file's name")
   given |= _tokenizer_of_parameters(given)
   given |= _services(given)
   config = _build(given)
@@ -58,16 +60,20 @@ def load_with_origins(
   return config, {name: re.sub(r" line (\d+)$", r":\1", given[name].origin) for name in all_fields() if name in given}
 
 
-def _read(argv: Sequence[str], repeats: bool) -> tuple[Path, dict[str, Given]]:
+def _read(argv: Sequence[str], repeats: bool) -> tuple[Path | Place, dict[str, Given]]:
   """The config file, and the values of the file and the command line by key."""
   if not argv or ("=" in argv[0] and not os.path.isfile(argv[0])) or argv[0].startswith("-"):
     found = f"{shorten(argv[0])}: the first argument" if argv else "The first argument"
     raise ConfigError(f"{found} must be a config file.\n{USAGE}; start from configs/base.yml.")
   problems = Problems()
-  path = None
+  path: Path | Place | None = None
   lower: dict[str, Given] = {}
   with problems.collect():
-    path = files.find(argv[0], files.search_folders(), "config file")
+    if is_address(argv[0]):
+      remote.require_address(argv[0], argv[0])
+      path = Place(argv[0])
+    else:
+      path = files.find(argv[0], files.search_folders(), "config file")
     lower = _read_with_parents(path, ())
   command = _command_line(argv, problems, repeats)
   problems.raise_any()
@@ -116,10 +122,10 @@ def _detached(left: list[str]) -> str | None:
   return left.pop(0).lstrip("=")
 
 
-def _read_with_parents(path: Path, children: tuple[Path, ...], *, of_model: bool = False) -> dict[str, Given]:
+def _read_with_parents(path: Path | Place, children: tuple[str, ...], *, of_model: bool = False) -> dict[str, Given]:
   """The values of a YAML file over those of its base_config, which may have a base_config too. of_model: the file that
   model_name names."""
-  if path.resolve() in children:
+  if os.path.realpath(path) in children:
     raise ConfigError(f"{files.shown(path)}: its base_config leads back to itself.\nRemove a base_config line.")
   raw = files.read_yaml(path)
   parent, _ = raw.pop(files.PARENT_KEY, ("", ""))
@@ -132,9 +138,10 @@ def _read_with_parents(path: Path, children: tuple[Path, ...], *, of_model: bool
     if parent is None:
       raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
     if parent:
-      folders = [path.parent, files.package_root() / "configs"]
+      beside = [] if isinstance(path, Place) else [path.parent]
+      folders = [*beside, files.package_root() / "configs"]
       parent_file = files.find(parent, folders, "base_config")
-      values = _read_with_parents(parent_file, (*children, path.resolve()), of_model=of_model)
+      values = _read_with_parents(parent_file, (*children, os.path.realpath(path)), of_model=of_model)
   problems.raise_any()
   if is_table and not _is_resolved(entries, path, children):  # a default that it repeats is not a choice of the user
     repeats = lambda name, value: name in all_fields() and value.value == all_fields()[name].default
@@ -164,7 +171,7 @@ def _without_useless(lower: dict[str, Given], higher: dict[str, Given]) -> dict[
   return {name: value for name, value in lower.items() if name not in useless}
 
 
-def _is_resolved(entries: dict[str, Given], path: Path, children: tuple[Path, ...]) -> bool:
+def _is_resolved(entries: dict[str, Given], path: Path | Place, children: tuple[str, ...]) -> bool:
   """Whether --print-config has written this file, which has every model key and names a model.
 
   Else it is a copy of base.yml to which a model_name was added. A printed file has the model's values, and some are no
@@ -174,7 +181,7 @@ def _is_resolved(entries: dict[str, Given], path: Path, children: tuple[Path, ..
   if not entries["override_model_config"].value or entries["model_name"].value == "default":
     return False
   model_path = _find_model(str(entries["model_name"].value), entries["model_name"].origin, path)
-  model = _read_with_parents(model_path, (*children, path.resolve()), of_model=True)
+  model = _read_with_parents(model_path, (*children, os.path.realpath(path)), of_model=True)
   models = {name: value.value for name, value in model.items() if name in entries}
   return any(entries[name].value == value != all_fields()[name].default for name, value in models.items())
 
@@ -199,7 +206,7 @@ def _typed(raw: dict[str, tuple[str | None, str]], problems: Problems, *, of_mod
   return values
 
 
-def _model_values(given: dict[str, Given], config_path: Path) -> dict[str, Given]:
+def _model_values(given: dict[str, Given], config_path: Path | Place) -> dict[str, Given]:
   """The values that the named model adds to `given` or replaces there."""
   name = str(given["model_name"].value) if "model_name" in given else "default"
   if name == "default":
@@ -263,12 +270,12 @@ def _services(given: dict[str, Given]) -> dict[str, Given]:
   return {"services": Given(",".join(services), origin)}
 
 
-def _find_model(name: str, origin: str, config_path: Path) -> Path:
+def _find_model(name: str, origin: str, config_path: Path | Place) -> Path:
   """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
-    return files.find(name, [config_path.parent, *files.search_folders()], "model file (model_name)")
+    return files.find(name, [Path(config_path).parent, *files.search_folders()], "model file (model_name)")
   folders.as_path(f"{name}.yml", "model_name=")
-  places = [root / "configs" / "models" for root in files.search_folders()] + [config_path.parent / "models"]
+  places = [root / "configs" / "models" for root in files.search_folders()] + [Path(config_path).parent / "models"]
   for folder in places:
     if os.path.isfile(folder / f"{name}.yml"):
       return folder / f"{name}.yml"

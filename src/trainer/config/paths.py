@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from input_pipeline import data_files, remote, storage
+from input_pipeline import data_files, places, remote, storage
 from input_pipeline.folders import LeftOut, as_path
 from input_pipeline.options import DataOptions
 from trainer.config import mixture
@@ -71,8 +71,7 @@ def _check_run(config: Config) -> None:
   _check_run_directory(config.run_directory)
   if config.checkpoint.enable_checkpointing:
     _check_pattern("run_name", run.run_name, run.run_name)
-    absolute = config.run_directory if "://" in config.run_directory else os.path.abspath(config.run_directory)
-    _check_pattern("base_output_directory", run.base_output_directory, absolute)
+    _check_pattern("base_output_directory", run.base_output_directory, str(places.at(config.run_directory)))
 
 
 def _check_parameters(config: Config) -> None:
@@ -171,7 +170,7 @@ def _check_placeholder(name: str, value: str) -> None:
 def _check_run_name(name: str) -> None:
   _check_placeholder("run_name", name)
   parts = Path(name).parts
-  outside = not parts or ".." in parts or name.startswith(("/", "~")) or "://" in name
+  outside = not parts or ".." in parts or name.startswith(("/", "~")) or storage.is_address(name)
   blank = any(part != part.strip() for part in parts)
   if outside or blank or not name.isprintable() or max(len(os.fsencode(part)) for part in parts) > 200:
     raise ConfigError(
@@ -228,7 +227,7 @@ def is_installed(package: str) -> bool:
 
 def _check_run_directory(directory: str) -> None:
   """Checks that no file of a local run is a folder in its run folder, and the reverse."""
-  if "://" in directory:
+  if storage.is_address(directory):
     return
   folder = as_path(directory, "base_output_directory=")
   for name in (*_RUN_FILES.split(), *_RUN_FOLDERS.split()):
@@ -252,7 +251,7 @@ def _writable(folder: Path) -> bool:
 def _check_tfds(folder: str) -> None:
   """Checks that `folder` is a dataset that TensorFlow Datasets has prepared."""
   _check_placeholder("dataset_path", folder)
-  if "://" in folder or not os.path.isfile(as_path(folder, "dataset_path=") / "dataset_info.json"):
+  if storage.is_address(folder) or not os.path.isfile(as_path(folder, "dataset_path=") / "dataset_info.json"):
     raise ConfigError(
       f"dataset_path={folder}: has no dataset_info.json, which dataset_type=tfds reads.\n"
       "Give the local folder of a prepared dataset, such as DATA/NAME/1.0.0."

@@ -9,6 +9,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from input_pipeline.storage import is_address
 from trainer.config.errors import counted
 from trainer.config.schema import CheckpointSection, ElasticSection, ParallelismSection
 
@@ -119,7 +120,7 @@ def emergency_tier(checkpoint: CheckpointSection) -> Iterator[str]:
   for needed, present in missing.items():
     if not present:
       yield f"enable_emergency_checkpoint=true: needs {needed}.\nSet it, or set enable_emergency_checkpoint=false."
-  if "://" in checkpoint.local_checkpoint_directory:
+  if is_address(checkpoint.local_checkpoint_directory):
     yield (
       f"local_checkpoint_directory={checkpoint.local_checkpoint_directory}: must be a folder of this machine.\n"
       "Give a ramdisk or local disk. For an object store use base_output_directory."

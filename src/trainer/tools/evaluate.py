@@ -7,15 +7,10 @@ run's own. Keys replace its values, for example eval_sets, or num_slices and dev
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 
 import trainer
-from input_pipeline.places import Place
-from input_pipeline.storage import is_address
 from trainer import cluster
 from trainer.config.files import CONFIG_FILE
 from trainer.observe import screen
@@ -40,14 +35,7 @@ def _evaluate(place: str, keys: Sequence[str]) -> None:
   from trainer.checkpoint.errors import ConfigMismatch
 
   directory, _ = run_id.split(place)
-  with contextlib.ExitStack() as stack:
-    file = f"{directory}/{CONFIG_FILE}"
-    if is_address(directory):  # a configuration is read from a file of this machine
-      there, file = Place(file), f"{stack.enter_context(tempfile.TemporaryDirectory())}/{CONFIG_FILE}"
-      if not there.exists():
-        raise trainer.ConfigError(f"{there}: there is no such file.\nGive the folder of a run.")
-      Path(file).write_bytes(there.read_bytes())
-    config = trainer.load(file, "cluster=simulated", *keys)
+  config = trainer.load(f"{directory}/{CONFIG_FILE}", "cluster=simulated", *keys)
   if config.observe.eval_steps == 0:
     raise trainer.ConfigError("eval_steps=0: nothing would be evaluated. Give eval_steps=N, the batches of each set.")
   try:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from input_pipeline import remote
 from input_pipeline.options import DataOptions
+from input_pipeline.storage import is_address
 from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
 from trainer.config.schema import Config
@@ -92,8 +93,8 @@ def _path(plan: GkePlan, key: str, value: str, remote: bool) -> Iterator[str]:
   if mounted or (remote and value.startswith("gs://")):
     return
   address = "an address gs://BUCKET/FOLDER, or " if remote else ""
-  wrong = "the reader of this format opens only files of its machine" if "://" in value else "no pod has this path"
-  wrong = "the image reads only gs://" if remote and "://" in value else wrong
+  wrong = "the reader of this format opens only files of its machine" if is_address(value) else "no pod has this path"
+  wrong = "the image reads only gs://" if remote and is_address(value) else wrong
   yield f"{key}={shorten(value)}: {wrong}.\nGive {address}a folder below {CACHE_FOLDER} of --cache-volume gs://BUCKET."
 
 

@@ -18,6 +18,7 @@ from input_pipeline import contents, datasets, describe, prepare, prepared, remo
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.documents import BadRecords, Documents, Piece
 from input_pipeline.loader import check
+from input_pipeline.storage import is_address
 from input_pipeline.tokenizer import Tokenizer
 from input_pipeline.workers import Workers, here
 from trainer.config.errors import ConfigError
@@ -43,7 +44,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
   """
   data, vocab_size = config.data, config.model.vocab_size
   remote.require_address(f"--output={output}", output)
-  if "://" in output:
+  if is_address(output):
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
   splits, tokenizer = _opened(config)
   if isinstance(tokenizer, ChatTokenizer) and records != "windows":

@@ -96,6 +96,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     length = headers.get("Content-Length", "0") if self.command == "HEAD" else str(len(data))
     self.send_header("Content-Length", length)
     self.end_headers()
+    if self.command == "HEAD":
+      data = b""
     self.wfile.write(data[: len(data) // 2] if cut else data)
     if cut:
       self.close_connection = True

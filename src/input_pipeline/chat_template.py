@@ -190,6 +190,7 @@ def _text(place: str) -> str | None:
   except FileNotFoundError:
     return None
   except (OSError, UnicodeDecodeError) as error:
+    storage.raise_outage("read", place, error)
     raise ConfigError(f"{place} cannot be read ({error}). Give another file.") from error
 
 

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from input_pipeline import storage
 from input_pipeline.data_files import File
 from input_pipeline.errors import ConfigError
 
@@ -216,6 +217,7 @@ def naming(path: File) -> Iterator[None]:
   try:
     yield
   except OSError as error:
+    storage.raise_outage("read", path, error)
     raise ConfigError(f"{path} cannot be read ({error.strerror or error}). Fix or remove it.") from error
 
 

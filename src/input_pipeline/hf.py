@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from input_pipeline import arrow_column, packages
+from input_pipeline import arrow_column, packages, storage
 from input_pipeline.documents import BadRecord, Document, Piece
 from input_pipeline.errors import ConfigError
 
@@ -42,6 +42,7 @@ def find(path: str, split: str) -> list[Piece]:
   except (KeyError, TypeError) as error:
     raise ConfigError(f"{folder / _STATE} does not name the files of the dataset. Save it again.") from error
   except OSError as error:
+    storage.raise_outage("read", folder, error)
     raise ConfigError(f"dataset_path={path}: {error}. Save the dataset again.") from error
 
 
@@ -66,6 +67,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
           names = arrow_column.find(reader.schema, piece, column)
           yield from arrow_column.documents(batch, names, f"record batch {number} of {piece.path}")
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+    storage.raise_outage("read", piece.path, error)
     raise ConfigError(
       f"{piece.path} cannot be read after record batch {number} ({error}). Save the dataset again."
     ) from error
@@ -81,4 +83,5 @@ def _read(folder: Path, name: str) -> dict[str, Any] | None:
   except FileNotFoundError:
     return None
   except (OSError, ValueError) as error:
+    storage.raise_outage("read", folder / name, error)
     raise ConfigError(f"{folder / name} cannot be read ({error}). Save the dataset again.") from error

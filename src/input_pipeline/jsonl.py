@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from input_pipeline import conversations, first_bytes, packages
+from input_pipeline import conversations, first_bytes, packages, storage
 from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 from input_pipeline.errors import ConfigError
 
@@ -32,6 +32,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
         if line.strip():
           yield _document(piece, number, line, column)
   except (OSError, EOFError, zlib.error) as error:
+    storage.raise_outage("read", piece.path, error)
     raise ConfigError(f"{piece.path} cannot be read after line {number} ({error}). Fix or remove it.") from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from input_pipeline import arrow_column, packages
+from input_pipeline import arrow_column, packages, storage
 from input_pipeline.documents import BadRecord, Document, Piece
 from input_pipeline.errors import ConfigError
 
@@ -30,6 +30,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
         if piece.start <= start < piece.stop:
           yield from _documents(arrow, file, group, piece, names)
   except (OSError, arrow.ArrowException) as error:
+    storage.raise_outage("read", piece.path, error)
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
 
 
@@ -42,6 +43,7 @@ def _documents(arrow: Any, file: Any, group: int, piece: Piece, names: list[str]
       yield from arrow_column.documents(batch, names, f"row group {group} of {piece.path}", rows)
       rows += len(batch)
   except (OSError, UnicodeDecodeError, arrow.ArrowException) as error:
+    storage.raise_outage("read", piece.path, error)
     yield BadRecord(
       f"row {rows} of row group {group} of {piece.path} and the rows after it cannot be read "
       f"({' '.join(str(error).split())}). Fix or remove the file.",
@@ -56,6 +58,7 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
     with piece.path.open("rb") as content, parquet.ParquetFile(content) as file:
       starts = _row_groups(file)
   except (OSError, ValueError) as error:  # an ArrowInvalid is a ValueError
+    storage.raise_outage("read", piece.path, error)
     raise ConfigError(f"{piece.path} cannot be read as Parquet ({error}). Fix or remove it.") from error
   cuts = [piece.start]
   for start in starts[1:]:

@@ -49,8 +49,8 @@ _PASSING_CLASSES = {
 # Variables of the environment, which TensorStore reads at its first connection.
 TENSORSTORE_LIMITS = MappingProxyType(
   {
-    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
-    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "30",
+    "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "20",
+    "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "20",
     "TENSORSTORE_CURL_LOW_SPEED_LIMIT_BYTES": "1",
   }
 )
@@ -66,6 +66,17 @@ class StorageError(OSError):
     super().__init__(f"{address} cannot be {operation}: {_reason(cause)}")
     self.operation, self.address, self.cause, self.passes = operation, address, cause, _passes(cause)
     self.errno = getattr(cause, "errno", None)
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    """For another process: libraries have causes that cannot be pickled."""
+    return StorageError._of, (type(self), str(self), {**vars(self), "cause": None})
+
+  @staticmethod
+  def _of(kind: type[StorageError], text: str, fields: dict[str, Any]) -> StorageError:
+    error = kind.__new__(kind)
+    OSError.__init__(error, text)
+    vars(error).update(fields)
+    return error
 
   @property
   def is_full(self) -> bool:
@@ -96,10 +107,21 @@ def is_address(value: str) -> bool:
 
 def is_outage(error: BaseException) -> bool:
   """Whether storage failed or refused, which says nothing about the file that was to be read."""
-  return isinstance(error, PermissionError) or _passes(error) or any(word in str(error) for word in _REFUSED_WORDS)
+  failed = isinstance(error, StorageError | PermissionError) or _passes(error)
+  return failed or any(word in str(error) for word in _REFUSED_WORDS)
+
+
+def raise_outage(operation: str, address: object, error: BaseException) -> None:
+  """Raises StorageError if `error` says nothing about the file at `address`. The caller says what it says else."""
+  if isinstance(error, StorageError):
+    raise error
+  if _passes(error):
+    raise StorageError(operation, str(address), error) from error
 
 
 def _passes(error: BaseException) -> bool:
+  if isinstance(error, StorageError):
+    return error.passes
   if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING:
     return True
   answer = getattr(error, "response", None)

@@ -313,6 +313,7 @@ def load_bpe(path: str, bos_token: str = "", eos_token: str = "") -> BpeTokenize
     content = _read(path)
     return BpeTokenizer(content.decode("utf-8-sig"), bos_token, eos_token)
   except (OSError, ValueError) as error:
+    storage.raise_outage("read", path, error)
     raise ConfigError(f"tokenizer_path={path}: {first_bytes.problem(content[:512]) or error}") from error
 
 

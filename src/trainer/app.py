@@ -192,7 +192,8 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
     cluster.coordination.finished(FAILED)
     return Ended(FAILED, error)
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
-    told = isinstance(error, CheckpointError | OSError) and storage.failure(error) is not None
+    # Storage has failed, which its message says: a traceback would only hide it.
+    told = isinstance(error, CheckpointError) or (isinstance(error, OSError) and storage.failure(error) is not None)
     tell(f"error: {error}" if told else traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
       cluster.coordination.finished(FAILED)

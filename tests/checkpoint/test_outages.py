@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import pickle
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from tests.support import toy_state
 from tests.support.command import ROOT, cpu_environment
 
-from input_pipeline import places, remote, storage
+from input_pipeline import documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import retention, run_id, together
@@ -100,6 +101,20 @@ def test_each_foreign_error_becomes_ours(bucket, cause, passes):
     with pytest.raises(StorageError, match="gs://bucket/x cannot be") as raised:
       call()
     assert raised.value.passes == passes and raised.value.cause is cause and raised.value.__suppress_context__
+
+
+def test_data_that_cannot_be_read_now_is_no_fault_of_the_file():
+  def end(error):
+    with documents.naming(Path("a.txt")):
+      raise error
+
+  outage = StorageError("read", "gs://b/a.txt", HttpError(503))
+  for error in (outage, pickle.loads(pickle.dumps(outage)), OSError(errno.EIO, "Input/output error")):
+    with pytest.raises(StorageError, match=r"a.txt cannot be read: ") as raised:  # of a worker process, too
+      end(error)
+    assert raised.value.passes
+  with pytest.raises(ConfigError, match="Fix or remove it"):
+    end(IsADirectoryError(errno.EISDIR, "Is a directory"))
 
 
 def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):

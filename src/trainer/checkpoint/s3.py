@@ -10,8 +10,9 @@ from typing import Any
 from input_pipeline import storage
 
 _SCHEME = "s3://"
-# About half a minute. By default TensorStore repeats a request for a quarter of an hour, and a save would hang so long.
-_RETRIES = {"max_retries": 6, "initial_delay": "1s", "max_delay": "8s"}
+# About a quarter of a minute, and two minutes if a store is silent (TENSORSTORE_LIMITS): the next save waits for it. By
+# default TensorStore repeats a request for a quarter of an hour.
+_RETRIES = {"max_retries": 4, "initial_delay": "1s", "max_delay": "8s"}
 
 
 def is_s3(path: Any) -> bool:

@@ -15,7 +15,7 @@ import urllib.parse
 from collections.abc import Iterator
 
 FAILURES = ("503", "429", "time-out", "reset", "short read", "refused", "slow", "hidden newest")
-SLOW_SECONDS = 1.0  # for each answer
+SLOW_SECONDS, SLOW_EACH = 4.0, 10  # for one answer in so many
 _HOPS = ("connection", "transfer-encoding", "content-length", "keep-alive")  # headers of one connection
 
 
@@ -74,7 +74,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         time.sleep(0.1)
       self.close_connection = True
       return
-    if mode == "slow":
+    if mode == "slow" and self.server.failed % SLOW_EACH == 0:
       time.sleep(SLOW_SECONDS)
     upstream = http.client.HTTPConnection(self.server.store, timeout=60)
     headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOPS}

@@ -22,6 +22,7 @@ import errno
 import importlib
 import os
 import re
+import signal
 import sys
 import tempfile
 import time
@@ -284,14 +285,16 @@ def main() -> int:
               f"{'WRONG' if row.wrong else 'ok'}", flush=True)  # fmt: skip
 
   stores, began = options.stores.split(","), time.monotonic()
-  with contextlib.ExitStack() as stack, ThreadPoolExecutor(options.at_once) as pool:
-    stack.callback(server.close)
-    futures = []
+  signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+  with contextlib.ExitStack() as stack:
+    pool, futures = ThreadPoolExecutor(options.at_once), []
+    stack.callback(pool.shutdown, cancel_futures=True)
     for name in stores:
       url = "" if name == "local" else stack.enter_context(object_stores.running(name))
       os.environ.update(object_stores.environment(name, url) if url else {})  # of this process: nothing fails
       for failure in options.failures.split(",") if options.failures else FAILURES if url else LOCAL:
         futures.append(pool.submit(play, name, url, failure))
+    stack.callback(server.close)  # at the end, or after an interruption, first
     for future in futures:
       future.result()
   print(*(table(rows, name) for name in stores), sep="\n\n")

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from tests.support.data_files import ARROW
 
-from input_pipeline import contents, corpus, packages
+from input_pipeline import contents, corpus, packages, remote
+from input_pipeline.documents import Documents, Piece, uncut
 from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
 
@@ -102,6 +103,18 @@ def test_a_change_in_place_is_noticed_and_a_copy_is_not(tmp_path, form, monkeypa
   changed, lines = opened(tmp_path, keys)
   assert any(line.startswith(("Tokenizing", "Packing")) for line in lines)
   assert changed.fingerprint() != first.fingerprint() and tokens(changed) != tokens(first)
+
+
+def test_the_version_of_an_object_is_its_stamp(tmp_path):
+  def stamps(version: str) -> contents.Stamps:
+    file = remote.RemoteFile("gs://b/a.txt", 9, version)
+    return contents.Stamps([Documents("text", [Piece("a.txt", file, 0, 9)], lambda piece: iter(()), "text", uncut)])
+
+  first, other, unknown = stamps("1"), stamps("2"), stamps("")
+  for one in (first, unknown):  # without a version nobody can know whether the object has changed
+    one.keep(str(tmp_path), "what", [3], lambda line: None)
+  assert first.recall(str(tmp_path), "what") == stamps("1").recall(str(tmp_path), "what") == [3]
+  assert other.recall(str(tmp_path), "what") is unknown.recall(str(tmp_path), "what") is None
 
 
 def test_files_that_were_written_just_now_are_read_again(tmp_path):

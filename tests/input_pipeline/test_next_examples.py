@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import random
 from pathlib import Path
 
@@ -26,6 +27,25 @@ def opened(folder: Path, *keys: str, batch: int = 4):
 
 def write(folder: Path, words: list[str], name: str = "a") -> None:
   (folder / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": word}) for word in words))
+
+
+def test_a_run_does_not_resume_on_a_corpus_that_was_changed_in_place(tmp_path):
+  write(tmp_path, [f"word{number:05}" for number in range(12_000)])
+  file = tmp_path / "a.jsonl"
+  config, data = opened(tmp_path)
+  with data as opened_data:
+    meta = json.loads(json.dumps(opened_data.meta(config, 50)))
+    assert opened_data.accept(config, meta) == []
+  status = file.stat()
+  file.write_bytes(file.read_bytes().replace(b"word06000", b"wood06000"))
+  os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+  assert file.stat().st_size == status.st_size
+  config, data = opened(tmp_path)
+  with data as opened_data, pytest.raises(ConfigMismatch, match="data"):
+    opened_data.accept(config, meta)
+  config, data = opened(tmp_path, "allow_config_change=data")
+  with data as opened_data:
+    assert opened_data.accept(config, meta), "the change is in the log"
 
 
 def test_the_next_examples_of_a_checkpoint_are_compared(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -123,6 +124,16 @@ def test_a_tfds_dataset_has_the_documents_of_its_builder(tmp_path, tfds_folder, 
   # The same files without the package, by our parser of tf.train.Example.
   direct = {"grain_train_files": f"{tfds_folder}/*-train*", "train_data_columns": column, "packing": "none"}
   assert everything(load(tmp_path, **direct)) == everything(loader)
+
+
+def test_a_tfds_dataset_that_was_prepared_again_is_another_one(tmp_path, tfds_folder):
+  keys = {"dataset_type": "tfds", "train_data_columns": "body", "packing": "none"}
+  copied = shutil.copytree(tfds_folder, tmp_path / "copy" / "1.0.0")
+  first = load(tmp_path, dataset_path=str(tfds_folder), **keys).fingerprint()
+  assert load(tmp_path, dataset_path=str(copied), **keys).fingerprint() == first
+  other = [*TEXTS[:-1], TEXTS[-1][::-1]]
+  shutil.copytree(tfds_dataset.prepare(tmp_path / "new", other, TOKENS), copied, dirs_exist_ok=True)
+  assert load(tmp_path, dataset_path=str(copied), **keys).fingerprint() != first
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@
 # Installs the versions of requirements.lock, with uv if it is installed, otherwise with pip.
 set -euo pipefail
 
-readonly SUPPORTED="3.13 3.12 3.11" # newest first
+readonly SUPPORTED="3.13 3.12 3.11 3.14" # newest first, and last what is untested
 readonly TORCH="torch==2.13.0"      # the tests compare with transformers, which computes with torch
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -64,7 +64,7 @@ here = "%d.%d.%d" % sys.version_info[:3]
 reason = ""
 if sys.implementation.name != "cpython":
   reason = "is " + sys.implementation.name + ", not CPython"
-elif not (3, 11) <= sys.version_info[:2] <= (3, 13):
+elif sys.version_info[:2] < (3, 11):
   reason = "is Python " + here
 elif sysconfig.get_config_var("Py_GIL_DISABLED"):
   reason = "is a free-threaded build, which the dependencies do not support"
@@ -111,7 +111,7 @@ find_python() {
   $path: $(tail -n 1 "$error")"
   done < <(if [ -n "$wanted" ]; then wanted_candidates; else candidates; fi)
   rm -f "$error"
-  fail "no suitable Python found${wanted:+ for --python $wanted}. CPython 3.11, 3.12 or 3.13 is needed (64 bit)." \
+  fail "no suitable Python found${wanted:+ for --python $wanted}. CPython 3.11 or newer is needed (64 bit; 3.14 is untested)." \
     "Install one (apt-get install python3 python3-venv, brew install python@3.13, uv python install 3.13)," \
     "or point to one: bash setup.sh --python /path/to/python3. Tried:${tried:- nothing is called python here}"
 }

@@ -15,12 +15,10 @@ from input_pipeline.errors import ConfigError as ConfigError
 from input_pipeline.errors import require as require
 from input_pipeline.errors import shorten as shorten
 
-DISTRIBUTION = "elastic-trainer-jax"  # the name of this project for installers, as in pyproject.toml
-
 
 def how_to_install(extra: str) -> str:
   """The remedy for a missing package that `extra` of pyproject.toml has, as the beginning of a sentence."""
-  return f"Run bash setup.sh --{extra} (in a clone) or python -m pip install '{DISTRIBUTION}[{extra}]'"
+  return f"Run bash setup.sh --{extra} in a clone, or install the wheel with it (pip install 'WHEEL[{extra}]')"
 
 
 class Problems:

@@ -57,7 +57,7 @@ def test_another_spelling_of_a_value_that_the_command_sets_is_no_other_value():
 def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2
-  assert "pip install 'elastic-trainer-jax[ray]'" in capsys.readouterr().err
+  assert "bash setup.sh --ray in a clone" in capsys.readouterr().err
 
 
 def test_the_command_of_the_page():

@@ -1,7 +1,7 @@
 """Training data as a pure function of (seed, step, row): a checkpoint needs to save one number.
 
-Documents (text, JSONL, Parquet, ArrayRecord, TFDS, Hugging Face datasets; local or in an object store) are tokenised
-and packed once, into a file of windows in a cache, and read by index in a shuffled order:
+Documents (text, JSONL, Parquet, ArrayRecord, TFDS, Hugging Face datasets, any grain.MapDataset; local or in an object
+store) are tokenised and packed once, into a file of windows in a cache, and read by index in a shuffled order:
 
   from input_pipeline.loader import make_loader
   from input_pipeline.options import DataOptions
@@ -12,7 +12,8 @@ and packed once, into a file of windows in a cache, and read by index in a shuff
   position = loader.cursor(step)                      # JSON for a checkpoint; loader.resume continues there
 
 Modules, from the bottom: `errors`, `locks`, `progress`, `open_files`, `folders`, `remote`, `data_files` (which files
-are meant), `options`, `packages`, `workers` (processes), `batch`, `documents`, a module for each format, `corpus`
-(text), `datasets`, `tokenizer`, `windows`, `best_fit`, `long_text`, `store`, `cache`, `prepare`, `order`, `schedule`,
-`source`, `synthetic`, `prepared`, `in_place`, `mixture`, `loader`, `prefetch`, `describe`.
+are meant), `options`, `packages`, `workers` (processes), `batch`, `documents`, a module for each format, `elements`
+(datasets in Python), `corpus` (text), `datasets`, `tokenizer`, `windows`, `best_fit`, `long_text`, `store`, `cache`,
+`prepare`, `order`, `schedule`, `source`, `synthetic`, `prepared`, `in_place`, `mixture`, `loader`, `prefetch`,
+`describe`.
 """

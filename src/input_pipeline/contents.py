@@ -12,9 +12,10 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
-from input_pipeline import cache, remote
+from input_pipeline import cache
 from input_pipeline.documents import BadRecords, Documents, Piece, naming
 from input_pipeline.errors import ConfigError
 
@@ -64,7 +65,7 @@ class Stamps:
 
   def _stamp(self, piece: Piece) -> list[Any]:
     place = [piece.name, str(piece.path), piece.start, piece.stop]
-    if isinstance(piece.path, remote.RemoteFile):
+    if not isinstance(piece.path, Path):  # in an object store, or a dataset in Python
       self._settled &= bool(piece.path.version)
       return [*place, piece.path.version]
     with naming(piece.path):

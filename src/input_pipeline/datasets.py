@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from input_pipeline import array_record, corpus, data_files, first_bytes, hf, jsonl, parquet, remote, tfds
+from input_pipeline import array_record, corpus, data_files, elements, first_bytes, hf, jsonl, parquet, remote, tfds
 from input_pipeline.documents import Documents, Piece, naming, uncut
 from input_pipeline.errors import ConfigError, require
 from input_pipeline.folders import LeftOut
@@ -29,9 +29,13 @@ def find(cfg: DataOptions) -> dict[str, Documents]:
     case "text":
       return _text(cfg)
     case "grain":
+      if cfg.grain_dataset:
+        return {"train": elements.find(cfg.grain_dataset, None, cfg.train_data_columns)}
       keys = {"train": "grain_train_files", "eval": "grain_eval_files"}
       if not any(getattr(cfg, key) for key in keys.values()):
-        raise ConfigError("dataset_type=grain: names no files.\nSet grain_train_files, or give a mixture.")
+        raise ConfigError(
+          "dataset_type=grain: names no data.\nSet grain_train_files or grain_dataset, or give a mixture."
+        )
       return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
     case _:
       if cfg.dataset_type == "hf" and cfg.eval_split and not hf.has_splits(cfg.dataset_path):

@@ -37,6 +37,16 @@ class Conversation:
     return sum(1 + len(message["content"]) for message in self.messages)
 
 
+@dataclass(frozen=True)
+class MaskedIds:
+  """Token ids with a mask. marked: [n] the id, or ~id where the token does not count in the loss."""
+
+  marked: np.ndarray
+
+  def __len__(self) -> int:
+    return len(self.marked)
+
+
 class LongText:
   """A text that is read in parts, so that a file larger than the memory can be tokenised."""
 
@@ -54,8 +64,14 @@ class LongText:
 
 
 # A text, the integer token ids [n] of a document that is tokenised already, or a conversation.
-Document: TypeAlias = str | LongText | np.ndarray | Conversation
-KINDS = {str: "text", LongText: "text", np.ndarray: "token ids", Conversation: "conversations"}
+Document: TypeAlias = str | LongText | np.ndarray | MaskedIds | Conversation
+KINDS = {
+  str: "text",
+  LongText: "text",
+  np.ndarray: "token ids",
+  MaskedIds: "token ids",
+  Conversation: "conversations",
+}
 JSON_OF_MESSAGES = "texts that are JSON of messages"
 
 
@@ -132,11 +148,15 @@ class Documents:
   """Raises ConfigError for files that are broken at first sight."""
   left_out: str = ""
   """What is at the given places and is not read, for the log."""
+  may_be_masked: bool = False
+  """Whether some documents may be MaskedIds."""
+  bytes: int = -1
+  """Of all documents, if the pieces are no parts of files."""
 
   @property
   def size(self) -> int:
     """Bytes of all pieces."""
-    return sum(piece.size for piece in self.pieces)
+    return sum(piece.size for piece in self.pieces) if self.bytes < 0 else self.bytes
 
   def valid(self, bad: BadRecords, hashes: list[str] | None = None) -> Iterator[tuple[str, Document]]:
     """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.
@@ -181,7 +201,7 @@ class Documents:
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
 
 
-def _add(content: Any, document: str | np.ndarray | Conversation) -> None:
+def _add(content: Any, document: str | np.ndarray | MaskedIds | Conversation) -> None:
   """Adds a document to a hash, so that two sequences of documents have the same hash only if they are equal."""
   match document:
     case str():
@@ -189,7 +209,7 @@ def _add(content: Any, document: str | np.ndarray | Conversation) -> None:
     case Conversation():
       data = json.dumps([document.messages, sorted(document.untrained)], sort_keys=True).encode()
     case _:
-      data = document.astype("<i8").tobytes()
+      data = (document.marked if isinstance(document, MaskedIds) else document).astype("<i8").tobytes()
   content.update(data)
   content.update(b"%b %d" % (KINDS[type(document)].encode(), len(data)))
 

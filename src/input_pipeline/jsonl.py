@@ -17,7 +17,7 @@ from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, l
 from input_pipeline.errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst")
-_ABSENT = object()
+ABSENT = object()
 
 
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
@@ -81,7 +81,7 @@ def value(line: bytes, column: str) -> Document:
     record = json.loads(line)
   except RecursionError:
     raise ValueError("nested too deep") from None
-  found, beside = _field(record, column), _beside(record, column)
+  found, beside = field(record, column), _beside(record, column)
   if found is None:
     return ""
   if isinstance(found, str):
@@ -93,16 +93,16 @@ def value(line: bytes, column: str) -> Document:
   raise ValueError(f'no field "{column}" with a string, a list of integers or a list of messages')
 
 
-def _field(record: Any, column: str) -> Any:
-  """The value of the field `column`, or of nested fields; None below a null; _ABSENT without such a field."""
+def field(record: Any, column: str) -> Any:
+  """The value of the field `column`, or of nested fields; None below a null; ABSENT without such a field."""
   if not isinstance(record, dict):
-    return _ABSENT
+    return ABSENT
   if column in record:
     return record[column]
   head, _, rest = column.partition(".")
   if not rest or head not in record:
-    return _ABSENT
-  return None if record[head] is None else _field(record[head], rest)
+    return ABSENT
+  return None if record[head] is None else field(record[head], rest)
 
 
 def _beside(record: Any, column: str) -> dict[str, Any]:

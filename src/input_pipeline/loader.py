@@ -6,12 +6,13 @@ import contextlib
 import hashlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from input_pipeline import datasets, in_place, prepared, tally, workers
+from input_pipeline import datasets, elements, in_place, prepared, tally, workers
 from input_pipeline.batch import Batch, DataError, empty_example, stack
 from input_pipeline.documents import Documents
 from input_pipeline.errors import ConfigError
@@ -22,9 +23,12 @@ from input_pipeline.tally import Tally
 from input_pipeline.tokenizer import Tokenizer, ends
 
 if TYPE_CHECKING:
+  import grain
+
   from input_pipeline.options import DataOptions, MixtureEntry  # pydantic is slow to import and not needed here
 
 Split = Literal["train", "eval"]
+_Opened: TypeAlias = prepared.PreparedSource | in_place.InPlaceSource | elements.ElementsSource
 _NEXT = 4  # examples that a checkpoint has a hash of
 _SHOWN = 20  # tokens
 
@@ -106,7 +110,8 @@ class Loader:
     assert step >= 0 and all(-1 <= row < self._global_batch_size for row in wanted), (step, wanted)
     first = 0 if self._reuse_first else step * self._global_batch_size + self._offset
     try:
-      return stack([self._empty if row < 0 else self._source.example(first + row) for row in wanted])
+      found = iter(self._source.examples([first + row for row in wanted if row >= 0]))
+      return stack([self._empty if row < 0 else next(found) for row in wanted])
     except OSError as error:
       raise DataError(step, str(error)) from error
 
@@ -121,6 +126,13 @@ class Loader:
     """The global batches of all steps from 0 on. Endless, except for a mixture whose sources have limits."""
     last = self.last_step()
     return map(self.batch, itertools.count() if last is None else range(last))
+
+  def dataset(self) -> grain.MapDataset[Batch]:
+    """The batches by step as a grain.MapDataset, for its map, to_iter_dataset and mp_prefetch. Endless where the data
+    are."""
+    import grain  # takes a second
+
+    return grain.MapDataset.source(_Batches(self))
 
   def cursor(self, step: int) -> dict[str, Any]:
     """The position before `step` as JSON for a checkpoint. The same on all hosts, for any number of hosts."""
@@ -200,6 +212,20 @@ class Loader:
     self._source.close()
 
 
+class _Batches:
+  """The batches of a loader by step. Implements grain's RandomAccessDataSource."""
+
+  def __init__(self, loader: Loader) -> None:
+    self._loader = loader
+
+  def __len__(self) -> int:
+    last = self._loader.last_step()
+    return sys.maxsize if last is None else last
+
+  def __getitem__(self, step: int) -> Batch:
+    return self._loader.batch(int(step))
+
+
 class _CheckedLoader(Loader):
   """Checks each batch, because a source from outside may have any numbers. A token above V would read another row."""
 
@@ -239,17 +265,23 @@ def make_loader(
   global_batch_size: int,
   split: Split,
   mixture: Sequence[MixtureEntry] = (),
+  dataset: Any = None,
   log: Callable[[str], None] = print,
 ) -> Loader:
   """The loader of a split. All tokens are below `vocab_size`, the model's V.
 
-  mixture: sources to train on, in the place of the files that `cfg` names. Prepares the data first if the cache does
+  mixture: sources to train on, in the place of the files that `cfg` names. dataset: a grain.MapDataset, or another
+  object that is read by index, in the place of both. Prepares the data first if the cache does
   not have them; `log` gets a line about it. Raises ConfigError if the data cannot be read or are too little, the
   tokenizer has more than V ids, or there are no data for `split`.
   """
   assert global_batch_size >= 1, global_batch_size
   source: Source
-  if cfg.dataset_type == "synthetic":
+  if dataset is not None:
+    documents = elements.find("", dataset, cfg.train_data_columns)
+    options = cfg.model_copy(update={"dataset_type": "grain"})
+    (source,) = _open_all([_Found(options, {split: documents})], vocab_size, global_batch_size, split, log)
+  elif cfg.dataset_type == "synthetic":
     stream = int(split == "eval")
     source = SyntheticSource(
       vocab_size=vocab_size, length=cfg.max_target_length, seed=cfg.data_shuffle_seed, stream=stream
@@ -285,7 +317,8 @@ def open_eval_sets(
   for name, source in zip(sets, sources, strict=True):
     tokens = f"{source.num_targets:,} tokens in " if source.num_targets else ""
     kind = f"{source.tokenizer.name} tokenizer" if source.tokenizer else "token ids"
-    log(f"Evaluation set {name}: {source.name}, {kind}, {tokens}{source.num_examples:,} examples")
+    count = "endless" if source.num_examples is None else f"{source.num_examples:,}"
+    log(f"Evaluation set {name}: {source.name}, {kind}, {tokens}{count} examples")
   return {name: Loader(source, cfg, global_batch_size, "eval") for name, source in zip(sets, sources)}
 
 
@@ -293,7 +326,13 @@ def check(data: Iterable[DataOptions], vocab_size: int) -> None:
   """Raises ConfigError for data of a wrong kind, as far as their first documents show it; see `prepared.check`."""
   data = [options for options in data if options.dataset_type != "synthetic"]
   found = [_Found(options, {} if options.dataset_type == "text" else datasets.find(options)) for options in data]
-  check_one = lambda one, call: prepared.check(one.options, one.splits, vocab_size, call)
+
+  def check_one(one: _Found, call: workers.Call) -> None:
+    if found := elements.of_examples(one.splits.get("train")):
+      found.source(one.options, vocab_size, "train")
+    else:
+      prepared.check(one.options, one.splits, vocab_size, call)
+
   workers.prepare_each(check_one, found, [one.size for one in found])
 
 
@@ -306,8 +345,8 @@ class _Found(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Bytes of all files."""
-    return sum(documents.size for documents in self.splits.values())
+    """Bytes of all files that other processes can read."""
+    return sum(documents.size for documents in self.splits.values() if not elements.in_memory(documents))
 
 
 @contextlib.contextmanager
@@ -328,15 +367,17 @@ def _open_all(
   split: str,
   log: Callable[[str], None],
   tokenizer: Tokenizer | None = None,
-) -> list[prepared.PreparedSource | in_place.InPlaceSource]:
+) -> list[_Opened]:
   """The source of a split of each dataset, read in place if that is possible."""
   keys: dict[str, Any] = {"vocab_size": vocab_size, "min_examples": min_examples, "split": split, "log": log}
 
-  def open_one(one: _Found, call: workers.Call) -> prepared.PreparedSource | in_place.InPlaceSource:
+  def open_one(one: _Found, call: workers.Call) -> _Opened:
     with _naming(one.place):
       documents = one.splits.get(split)
       if documents and documents.left_out:
         log(f"Not read in {documents.name}: {documents.left_out}")
+      if found := elements.of_examples(documents):
+        return found.source(one.options, vocab_size, split)
       if in_place.applies(one.options):
         return in_place.open_source(one.options, documents, call=call, **keys)
       return prepared.open_source(one.options, one.splits, call=call, tokenizer=tokenizer, **keys)
@@ -353,8 +394,9 @@ def _open_mixture(
   orders: set[str] = set()
   found = [_Found(entry.options, datasets.find(entry.options)) for entry in entries]
   for entry, source in zip(entries, _open_all(found, vocab_size, 1, "train", log), strict=True):
-    assert source.num_examples is not None
-    limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * source.num_examples)
+    if source.num_examples is None and math.isfinite(entry.epochs):
+      raise ConfigError(f"{entry.name}: epochs={entry.epochs:g} of data without an end. Remove epochs, or .repeat().")
+    limit = entry.epochs if math.isinf(entry.epochs) else int(entry.epochs * (source.num_examples or 0))
     if limit == 0:
       raise ConfigError(
         f"{entry.name}: epochs={entry.epochs:g} of its {source.num_examples} examples is not one example. Raise epochs."
@@ -362,6 +404,9 @@ def _open_mixture(
     if other := names.get(source.fingerprint()):
       raise ConfigError(f"{other} and {entry.name} have the same data. Keep one of them, with the sum of the weights.")
     names[source.fingerprint()] = entry.name
+    if isinstance(source, elements.ElementsSource):
+      members.append(Member(entry.name, source, entry.weights, limit))
+      continue
     if source.order.source in orders:  # two views of the same documents, of which the first ones are equal
       source.order.set_source(source.fingerprint())
     orders.add(source.order.source)

@@ -9,7 +9,7 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 _SHARE = 4  # a quarter of the limit: checkpoints, sockets and libraries need the rest
 _MOST = 2**14  # files that are open if there is no limit
@@ -31,6 +31,9 @@ class LastUsed(Generic[X]):
     self._open_file = open_file
     self._lock = threading.Lock()
     self._file: X | None = None
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    return LastUsed, (self._open_file,)  # closed, in another process
 
   @contextlib.contextmanager
   def opened(self) -> Iterator[X]:

@@ -5,6 +5,7 @@ Only pydantic is imported. Where MaxText has an option, it has MaxText's name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -33,6 +34,10 @@ class DataOptions(BaseModel):
   also at addresses such as gs://BUCKET/data or s3://BUCKET/data."""
   grain_eval_files: str = ""
   """dataset_type=grain: files for evaluation, named like grain_train_files. Empty: no evaluation."""
+  grain_dataset: str = ""
+  """dataset_type=grain: package.module:function, in the place of grain_train_files. The function takes no arguments and
+  returns a grain.MapDataset, or another object that is read by index, of documents or examples; docs/data.md. Every
+  process imports it."""
   grain_file_type: Literal[
     "arrayrecord",
     "arrayrecord_text",
@@ -107,6 +112,11 @@ class DataOptions(BaseModel):
     for name, value in {"bos_token": self.bos_token, "eos_token": self.eos_token}.items():
       if value and not self.tokenizer_path:
         yield f"{name}={value}: has no effect without a tokenizer file.\nSet tokenizer_path, or remove {name}."
+    if self.grain_dataset and not re.fullmatch(r"[\w.]+:\w+", self.grain_dataset):
+      yield f"grain_dataset={self.grain_dataset}: is not a function.\nWrite package.module:function."
+    for name in ("grain_train_files", "grain_eval_files"):
+      if self.grain_dataset and getattr(self, name):
+        yield f"grain_dataset excludes {name}.\nUse a mixture for several sources, and eval_sets for evaluation."
     if self.eval_fraction == 1 and not self.eval_dataset_path:
       yield "eval_fraction=1: leaves nothing to train on.\nUse a share below 1, such as 0.05."
 

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import json
 import math
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.random import Philox  # here, because NumPy would import it at its first use, in the prefetch thread
@@ -36,6 +36,10 @@ class Order:
     # One block for the thread that prepares batches, others for a look at the next examples.
     self._block = functools.lru_cache(maxsize=4)(self._compute_block)
     self.set_source(source)
+
+  def __reduce__(self) -> tuple[Any, ...]:
+    keys: dict[str, Any] = {"split": self._split, "seed": self._seed, "source": self.source}
+    return functools.partial(Order, self._records, **keys), ()  # in another process without the cache of blocks
 
   def set_source(self, source: str) -> None:
     """Makes the order that of another source: records that begin with equal examples need different orders."""

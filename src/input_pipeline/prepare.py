@@ -15,7 +15,7 @@ import numpy as np
 
 from input_pipeline import best_fit, cache, contents, conversations, store, windows
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents, LongText
+from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents, LongText, MaskedIds
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.progress import tell
 from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
@@ -48,7 +48,8 @@ def build(
   `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
   Raises ConfigError if a document cannot be read or has other tokens.
   """
-  dtype = "<i4" if isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
+  may_be_masked = tokenizer is None and any(documents.may_be_masked for documents in splits.values())
+  dtype = "<i4" if may_be_masked or isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
   if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
     tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}
@@ -144,10 +145,14 @@ def token_groups(
         yield [np.concatenate([head, ids, end]) for ids in _ids_of_texts(group, tokenizer, bad, lost)]
       continue
     finished = []
-    for place, ids in group:
-      assert isinstance(ids, np.ndarray), "texts need a tokenizer"
+    for place, document in group:
       try:
-        finished.append(checked(ids, vocab_size))
+        if isinstance(document, MaskedIds):
+          checked(np.maximum(document.marked, ~document.marked), vocab_size)
+          finished.append(document.marked.astype(np.int32))
+          continue
+        assert isinstance(document, np.ndarray), "texts need a tokenizer"
+        finished.append(checked(document, vocab_size))
       except ValueError as error:
         bad.add(BadRecord(f"{place}: {error}"))
     yield finished

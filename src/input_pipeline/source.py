@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from input_pipeline.batch import Example
@@ -31,6 +32,10 @@ class Source(Protocol):
   def example(self, index: int) -> Example:
     """The example of global index `index` >= 0. Raises OSError, naming the file, when it cannot be read."""
     ...
+
+  def examples(self, indices: Sequence[int]) -> list[Example]:
+    """The examples of several indices."""
+    return [self.example(index) for index in indices]
 
   def fingerprint(self) -> str:
     """Identity of the examples and their order: equal if and only if `example` is the same function."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
   import optax
 
   from input_pipeline.loader import Loader, Split
-  from input_pipeline.source import Source
   from trainer.cluster import Cluster
   from trainer.models.decoder import Params
   from trainer.observe.metrics import StepRecord
@@ -49,14 +48,15 @@ def load(config: str | os.PathLike[str] | Config, *arguments: str, **keys: bool 
 class Run:
   """A run of a configuration, in this process, with its files in `directory`.
 
-  source: examples to train on, in the place of the configuration's data. schedule, optimizer: an optax schedule
+  source: data to train on, in the place of the configuration's: a grain.MapDataset or another object that is read by
+  index, of documents or examples (docs/data.md), or a trainer.Source. schedule, optimizer: an optax schedule
   (step -> learning rate) and an optax.GradientTransformation, in the place of the configuration's (docs/library.md).
   """
 
   def __init__(
     self,
     config: Config,
-    source: Source | None = None,
+    source: Any = None,
     *,
     schedule: Callable[[Any], Any] | None = None,
     optimizer: optax.GradientTransformation | None = None,
@@ -64,7 +64,9 @@ class Run:
     if not isinstance(config, Config):
       raise ConfigError(f"Run({config!r}): needs a configuration.\nWrite trainer.Run(trainer.load({config!r})).")
     if source is not None and (isinstance(source, type) or not hasattr(source, "example")):
-      raise ConfigError(f"Run(source={source!r}): is not a source.\nGive an object of a class like trainer.Source.")
+      from input_pipeline import elements
+
+      elements.require_random_access("Run(source=...)", source)
     self.config, self.source, self._schedule, self._optimizer = config, source, schedule, optimizer
     self.directory = config.run_directory
 

@@ -12,7 +12,7 @@ from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
 
 REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
-BUDGET = 122
+BUDGET = 123  # data in Python (grain_dataset) cannot be named by another key
 
 
 def test_base_yml_is_current():

@@ -223,9 +223,7 @@ def test_a_missing_package_is_refused_before_anything_else(service, package, mon
   installed = config_paths.is_installed
   monkeypatch.setattr(config_paths, "is_installed", lambda name: name != package and installed(name))
   words = ["configs/quickstart.yml", f"services=tensorboard,{service}", f"base_output_directory={tmp_path}/runs"]
-  with pytest.raises(
-    ConfigError, match=rf"services={service}: needs the package {package}.*\n.*setup.sh --{service} "
-  ):
+  with pytest.raises(ConfigError, match=rf"services={service}: needs the package {package}.*\n.*setup.sh --{service} "):
     load(words)
   assert not (tmp_path / "runs").exists()
 

@@ -13,7 +13,7 @@ from trainer.config.schema import DataSection
 
 # The keys of a source by its dataset_type. All other data keys hold for the whole mixture.
 _SOURCE_KEYS = {
-  "grain": ("grain_train_files", "grain_file_type", "train_data_columns"),
+  "grain": ("grain_train_files", "grain_dataset", "grain_file_type", "train_data_columns"),
   "text": ("dataset_path",),
   "tfds": ("dataset_path", "train_split", "train_data_columns"),
   "hf": ("dataset_path", "train_split", "train_data_columns"),
@@ -101,9 +101,8 @@ def _section(
   if kind not in _SOURCE_KEYS:
     raise ConfigError(f"{origin}: {name} has dataset_type={kind}.\nChoices in this file: {', '.join(_SOURCE_KEYS)}.")
   # Only the keys of this source; a mixture trains on all of a text, and its evaluation data have a key of their own.
-  values: dict[str, object] = dict.fromkeys(
-    ("grain_train_mixture_config_path", "grain_eval_files", "grain_train_files", "eval_split", "eval_dataset_path"), ""
-  )
+  of_others = "grain_train_mixture_config_path grain_eval_files grain_train_files grain_dataset eval_split"
+  values: dict[str, object] = dict.fromkeys([*of_others.split(), "eval_dataset_path"], "")
   values |= {"dataset_type": kind, "eval_fraction": 0.0}
   for key, (text, place) in given.items():
     if key not in _SOURCE_KEYS[kind]:
@@ -112,7 +111,7 @@ def _section(
         f"Give {', '.join([*others, 'dataset_type', *_SOURCE_KEYS[kind]])}. Set other keys for the whole run."
       )
     values[key] = convert(all_keys()[key], text, place).value
-  if kind == "grain" and not values["grain_train_files"]:
+  if kind == "grain" and not (values["grain_train_files"] or values["grain_dataset"]):
     raise ConfigError(f"{origin}: {name} has no files.\nAdd `grain_train_files: FILES`, or another dataset_type.")
   return data.model_copy(update=values)
 

@@ -92,8 +92,10 @@ def _check_parameters(config: Config) -> None:
 
 def _check_sources(data: DataSection, problems: Problems) -> None:
   """The data of the run, of each source of its mixture and of each evaluation set can be read."""
-  if data.dataset_type == "grain" and not data.grain_train_files and not data.grain_train_mixture_config_path:
-    problems.add(["dataset_type=grain: needs files to train on.\nSet grain_train_files."])
+  if data.dataset_type == "grain" and not (
+    data.grain_train_files or data.grain_dataset or data.grain_train_mixture_config_path
+  ):
+    problems.add(["dataset_type=grain: needs data to train on.\nSet grain_train_files, or grain_dataset."])
   _check_data(data, problems)
   sources = lambda: {entry.name: entry.options for entry in mixture.read(data)}
   sets = lambda: mixture.read_eval_sets(data)

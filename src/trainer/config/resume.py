@@ -35,6 +35,7 @@ JUDGED_BY = {
   "eval_dataset_path": "data",
   "grain_train_files": "data",
   "grain_eval_files": "data",
+  "grain_dataset": "data",
   "grain_train_mixture_config_path": "data",
   "grain_file_type": "data",
   "train_data_columns": "data",

@@ -43,7 +43,7 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("rope_type", ("llama3",), _ROPE_SCALING),
   ("lr_schedule_type", ("wsd",), "wsd_decay_steps_fraction"),
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
-  ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_file_type"),
+  ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_dataset grain_file_type"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_mixture_config_path"),
   ("dataset_type", ("tfds", "hf", "synthetic"), "train_split eval_split"),
   ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
@@ -219,8 +219,8 @@ def _data(data: DataSection, model: ModelSection) -> Iterator[str]:
     )
   yield from data.mistakes()
   if data.grain_train_mixture_config_path:
-    if data.grain_train_files:
-      yield "grain_train_mixture_config_path: excludes grain_train_files.\nName these files in the mixture's file."
+    if name := next((key for key in ("grain_train_files", "grain_dataset") if getattr(data, key)), ""):
+      yield f"grain_train_mixture_config_path: excludes {name}.\nName these data in the mixture's file."
     if data.tokenizer_type == "bpe" and not data.tokenizer_path:
       yield (
         "tokenizer_type=bpe: no tokenizer is trained on a mixture, whose sources must share one.\n"

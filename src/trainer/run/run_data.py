@@ -10,7 +10,6 @@ from typing import Any
 
 from input_pipeline.loader import Loader, Split, loader_of, make_loader, open_eval_sets
 from input_pipeline.loader import check as check_data
-from input_pipeline.source import Source
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config import mixture
@@ -104,28 +103,30 @@ def check(config: Config) -> None:
 
 
 def open_loader(
-  config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], source: Source | None = None
+  config: Config, global_batch_size: int, split: Split, note: Callable[[str], None], source: Any = None
 ) -> Loader:
   """The loader of a split. source: see `open_data`. Raises ConfigError if the data cannot serve this configuration."""
   cfg, vocab_size = config.data, config.model.vocab_size
-  if source is not None and split == "train":
+  if hasattr(source, "example") and split == "train":
     return loader_of(cfg, source, vocab_size=vocab_size, global_batch_size=global_batch_size)
   return make_loader(
     cfg,
     vocab_size=vocab_size,
     global_batch_size=global_batch_size,
     split=split,
-    mixture=mixture.read(cfg) if split == "train" else (),
+    mixture=mixture.read(cfg) if split == "train" and source is None else (),
+    dataset=source if split == "train" else None,
     log=note,
   )
 
 
 @contextlib.contextmanager
 def open_data(
-  config: Config, global_batch_size: int, note: Callable[[str], None], source: Source | None = None
+  config: Config, global_batch_size: int, note: Callable[[str], None], source: Any = None
 ) -> Iterator[RunData]:
-  """Opens the data and closes it at the end. note: gets lines for the log. source: examples to train on, in the place
-  of the configuration's. Raises ConfigError if the data cannot serve this configuration."""
+  """Opens the data and closes it at the end. note: gets lines for the log. source: a Source, a grain.MapDataset or
+  another object that is read by index, to train on in the place of the configuration's data. Raises ConfigError if the
+  data cannot serve this configuration."""
   with contextlib.ExitStack() as stack:
 
     def load(split: Split) -> Loader:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from input_pipeline import remote
-from input_pipeline.source import Source
 from trainer import world as world_lib
 from trainer.checkpoint import disk_space, run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
@@ -161,7 +160,7 @@ class LibraryOverrides:
   """What the caller of the library gives in the place of keys: a source to train on, functions that get the record of
   each step, a schedule and an optimizer. With the extensions of the command or the library."""
 
-  source: Source | None = None
+  source: Any = None
   callbacks: tuple[Callable[[StepRecord], object], ...] = ()
   user_optimizer: UserOptimizer = NO_OVERRIDES
   extensions: Extensions = NO_EXTENSIONS

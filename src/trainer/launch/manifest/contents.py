@@ -74,7 +74,7 @@ def _paths(plan: GkePlan, data: DataOptions) -> Iterator[str]:
   """The data of one section: training data are there, and all data are where pods can read them."""
   kind = data.dataset_type
   required, *others = _DATA_KEYS[kind]
-  if data is plan.config.data and not getattr(data, required):
+  if data is plan.config.data and not getattr(data, required) and not data.grain_dataset:
     library = ", and would train on Python's standard library" if kind == "text" else ""
     yield (
       f"{required}=: dataset_type={kind} has no data{library}.\n"

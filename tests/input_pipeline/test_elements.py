@@ -1,0 +1,375 @@
+"""Datasets of others as data: each kind of MapDataset, what is refused, and what a resume notices."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import re
+import sys
+import time
+from pathlib import Path
+
+import cloudpickle
+import grain
+import numpy as np
+import pytest
+from tests.support import tfds_dataset
+from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_jsonl, write_records
+
+from input_pipeline import elements
+from input_pipeline.batch import Batch, DataError, Example
+from input_pipeline.errors import ConfigError
+from input_pipeline.loader import make_loader
+from input_pipeline.options import DataOptions
+from trainer.checkpoint.errors import ConfigMismatch
+from trainer.config.schema import Config, DataSection
+from trainer.run import run_data
+
+MapDataset = grain.MapDataset
+EVEN, ODD = TEXTS[::2], TEXTS[1::2]
+THREES = [np.array([i, i + 1, i + 2]) for i in range(60)]
+
+
+class Columns:
+  """Rows as mappings with other fields, as a Hugging Face dataset gives them. Not a Sequence."""
+
+  def __len__(self):
+    return len(TEXTS)
+
+  def __getitem__(self, number):
+    return {"id": number, "text": TEXTS[number], "meta": {"source": "web"}}
+
+
+class Fails:
+  """Element 5 cannot be read."""
+
+  def __len__(self):
+    return len(TEXTS)
+
+  def __getitem__(self, number):
+    if number == 5:
+      raise RuntimeError("the disk is gone")
+    return TEXTS[number]
+
+
+class Slow(Columns):
+  def __getitem__(self, number):
+    time.sleep(0.01)
+    return TEXTS[number]
+
+
+def records(folder):
+  path = write_records(folder / "records", [text.encode() for text in TEXTS])
+  return MapDataset.source(grain.sources.ArrayRecordDataSource([path])).map(lambda record: record)
+
+
+def tfds(folder):
+  path = tfds_dataset.prepare(folder, TEXTS, TOKENS)
+  return sys.modules["tensorflow_datasets"].builder_from_directory(path).as_data_source("train")
+
+
+def memory_mapped(folder):
+  np.save(folder / "rows.npy", np.stack(THREES))
+  return np.load(folder / "rows.npy", mmap_mode="r")
+
+
+KINDS = {  # the dataset, and its documents in order
+  "a list": (lambda _: list(TEXTS), TEXTS),
+  "a source": (lambda _: MapDataset.source(TEXTS), TEXTS),
+  "map": (lambda _: MapDataset.range(40).map(lambda number: TEXTS[number]), TEXTS),
+  "map with an index": (lambda _: MapDataset.source(TEXTS).map_with_index(lambda i, text: f"{i} {text}"),
+                        [f"{i} {text}" for i, text in enumerate(TEXTS)]),
+  "filter": (lambda _: MapDataset.source(TEXTS).filter(lambda text: int(text.split()[1]) % 2 == 1), ODD),
+  "shuffle": (lambda _: MapDataset.source(TEXTS).shuffle(seed=3), None),
+  "random map": (lambda _: MapDataset.source(TEXTS).seed(1).random_map(lambda t, rng: f"{t} {rng.integers(9)}"), None),
+  "repeat": (lambda _: MapDataset.source(TEXTS).repeat(2), TEXTS * 2),
+  "slice": (lambda _: MapDataset.source(TEXTS)[1::2], ODD),
+  "mix": (lambda _: MapDataset.mix([MapDataset.source(EVEN), MapDataset.source(ODD)], [0.5, 0.5]), TEXTS),
+  "concatenate": (lambda _: MapDataset.concatenate([MapDataset.source(EVEN), MapDataset.source(ODD)]), EVEN + ODD),
+  "ArrayRecord": (records, TEXTS),
+  "TFDS": (tfds, None),
+  "rows of a table": (lambda _: Columns(), TEXTS),
+  "a memory-mapped array": (memory_mapped, THREES),
+  "ids": (lambda _: MapDataset.source(THREES), THREES),
+  "lists of ids": (lambda _: [{"text": ids.tolist()} for ids in THREES], THREES),
+  "bytes": (lambda _: [text.encode() for text in TEXTS], TEXTS),
+  "None among them": (lambda _: [None, TEXTS[0], None, *TEXTS[1:]], TEXTS),
+  "slow": (lambda _: Slow(), TEXTS),
+}  # fmt: skip
+
+
+def of(folder, dataset, batch=4, split="train", vocab_size=300, **keys):
+  keys = {"max_target_length": LENGTH, "dataset_cache_directory": str(folder / "cache"), **keys}
+  return make_loader(
+    DataOptions(**keys),
+    vocab_size=vocab_size,
+    global_batch_size=batch,
+    split=split,
+    dataset=dataset,
+    log=lambda _: None,
+  )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_documents_become_the_examples_of_the_same_documents_in_a_file(kind, tmp_path):
+  make, expected = KINDS[kind]
+  dataset = make(tmp_path)
+  keys = {"train_data_columns": "body"} if kind == "TFDS" else {}
+  found = everything(of(tmp_path, dataset, **keys))
+  if expected is None:
+    expected = [dataset[number] for number in range(len(dataset))]
+    expected = [one["body"].decode() if isinstance(one, dict) else one for one in expected]
+    assert kind == "random map" or sorted(expected) == sorted(TEXTS)
+  file = write_jsonl(tmp_path / "same", "text", expected)
+  other = load(tmp_path, grain_train_files=file, grain_file_type="jsonl", max_target_length=LENGTH)
+  assert found == everything(other)
+
+
+def test_slow_documents_are_read_by_several_threads(tmp_path):
+  began = time.monotonic()
+  of(tmp_path, Slow())
+  assert time.monotonic() - began < 40 * 0.01 + 0.3, (
+    "one thread needs 0.4 s for the documents alone, and 0.2 for samples"
+  )
+
+
+def test_an_element_that_cannot_be_read_is_a_bad_record(tmp_path):
+  with pytest.raises(ConfigError, match=r"element 5 of Fails cannot be read \(RuntimeError: the disk is gone\)"):
+    of(tmp_path, Fails())
+  found = everything(of(tmp_path, Fails(), max_bad_records=1))
+  file = write_jsonl(tmp_path / "same", "text", TEXTS[:5] + TEXTS[6:])
+  assert found == everything(load(tmp_path, grain_train_files=file, grain_file_type="jsonl"))
+
+
+def test_tokens_outside_the_mask_have_weight_0(tmp_path):
+  pairs = [([10, 11, 12, 13], [0, 0, 1, 1]), ([20, 21], [1, 0])]
+  for dataset in (pairs, [{"text": ids, "mask": np.array(mask, bool)} for ids, mask in pairs]):
+    loader = of(tmp_path, dataset, packing="none", max_target_length=4, batch=2)
+    rows = {row[0]: (row, weights) for row, weights in zip(loader.batch(0).tokens.tolist(), loader.batch(0).weights)}
+    assert rows[10][0] == [10, 11, 12, 0] and rows[10][1].tolist() == [0, 1, 1, 0]
+    assert rows[20][0] == [20, 0, 0, 0] and rows[20][1].tolist() == [0, 0, 0, 0]
+
+
+def test_rows_with_messages_are_conversations():
+  found = elements.document({"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "chat")
+  assert found.messages[1] == {"role": "assistant", "content": "b"}
+
+
+def test_the_example_of_the_readme(tmp_path, monkeypatch, capsys):
+  page = (Path(elements.__file__).parent / "README.md").read_text()
+  (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+  assert len(code.splitlines()) <= 10
+  monkeypatch.chdir(tmp_path)
+  exec(code, {})
+  assert capsys.readouterr().out.endswith("(8, 64)\n" * 3)
+
+
+def same(number):
+  return {"inputs": [number, 2, 3, 0], "targets": [2, 3, 4, 0], "inputs_segmentation": [1, 2, 2, 0],
+          "targets_segmentation": [1, 0, 2, 0], "inputs_position": [0, 0, 1, 0]}  # fmt: skip
+
+
+ARRAYS = [([7, 2, 3, 0], np.int32), ([2, 3, 4, 0], np.int32), ([1, 0, 1, 0], np.float32), ([0, 0, 1, 0], np.int32),
+          ([1, 2, 2, 0], np.int32)]  # fmt: skip
+OURS = Example(*(np.array(*array) for array in ARRAYS))
+LEAST = {"tokens": [7, 2, 3], "targets": [2, 3, 4], "segment_ids": [1, 2, 2], "weights": [1.0, 0, 1]}
+
+
+@pytest.mark.parametrize("element", [same(7), OURS, OURS._asdict(), LEAST], ids=["MaxText", "tuple", "dict", "short"])
+def test_the_fields_of_an_example(element, tmp_path):
+  batch = of(tmp_path, [element], max_target_length=4, batch=2).batch(0)
+  for name, found, (expected, dtype) in zip(Batch._fields, batch, ARRAYS, strict=True):
+    assert found.dtype == dtype and found.tolist() == [expected] * 2, name
+
+
+def numbers(loader, steps):
+  return [loader.batch(step).tokens[:, 0].tolist() for step in steps]
+
+
+def examples(count=10):
+  return MapDataset.range(count).map(same)
+
+
+def test_examples_come_in_the_order_of_the_dataset_and_then_of_its_next_epoch(tmp_path):
+  keys = {"max_target_length": 4, "batch": 5}
+  assert numbers(of(tmp_path, examples(), **keys), range(3)) == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9], [0, 1, 2, 3, 4]]
+  shuffled = numbers(of(tmp_path, examples().shuffle(seed=1), **keys), range(4))
+  first, second = (list(itertools.chain(*shuffled[i : i + 2])) for i in (0, 2))
+  assert sorted(first) == sorted(second) == list(range(10)) and first != second
+  endless = of(tmp_path, examples().shuffle(seed=1).repeat(), **keys)
+  assert numbers(endless, range(4)) == shuffled and endless.num_examples is None
+  assert numbers(of(tmp_path, examples(), split="eval", **keys), range(3))[2] == [0] * 5, "evaluation data have an end"
+
+
+def test_a_filtered_example_is_a_row_of_padding(tmp_path):
+  loader = of(tmp_path, examples(4).filter(lambda one: one["inputs"][0] != 2), max_target_length=4)
+  batch = loader.batch(0)
+  assert batch.tokens[:, 0].tolist() == [0, 1, 0, 3] and not batch.weights[2].any() and not batch.segment_ids[2].any()
+
+
+def not_deterministic():
+  count = itertools.count()
+  return MapDataset.range(9).map(lambda number: f"text {number} {next(count)}")
+
+
+@pytest.mark.parametrize(
+  ("dataset", "message"),
+  [
+    (lambda: examples().to_iter_dataset(), "is an iterator: it has a state.*\nGive the grain.MapDataset before"),
+    (lambda: iter(TEXTS), "list_iterator is an iterator"),
+    (lambda: (text for text in TEXTS), "generator is an iterator"),
+    (lambda: 5, "5 is not read by index"),
+    (lambda: {0: "a"}, "is not read by index"),
+    (list, "has no elements"),
+    (lambda: MapDataset.source([]), "has no elements"),
+    (lambda: MapDataset.source(TEXTS).filter(lambda _: False), "all elements that were looked at are None"),
+    (lambda: examples().batch(2), r"tokens have shape \(4, 2\).* before .batch"),
+    (lambda: MapDataset.source(THREES).batch(2), r"with shape \(2, 3\).* before .batch"),
+    (lambda: MapDataset.source(TEXTS).repeat(), "is endless.\nGive documents before .repeat"),
+    (not_deterministic, "element 0 is another one when it is read again"),
+    (lambda: [1.5, 2.5], "it is a float of float64 with shape"),
+    (lambda: [np.array([0.5, 1])], "it is a ndarray of float64"),
+    (lambda: [{"body": "a"}], "it has the fields body, and no field text. Set train_data_columns"),
+    (lambda: [([1, 2], [1])], r"its mask has shape \(1,\), and its ids \(2,\)"),
+    (lambda: [([1, -2], [1, 1])], "for each id from 0 on"),
+    (lambda: [{"text": "a", "mask": [1]}], "a text with a mask"),
+    (lambda: ["a", [1, 2, 3]], "is token ids, and documents before it are not"),
+    (lambda: [[1, 2, 400]], "it has the token 400"),
+    (lambda: [{"inputs": [1] * 25, "targets": [1] * 25}], "at most max_target_length=24"),
+    (lambda: [{"inputs": [1, 2], "targets": [1]}], r"its targets are int64 with shape \(1,\). Give 2 integers"),
+    (lambda: [{"inputs": [1, 300], "targets": [1, 1]}], "its tokens are from 1 to 300. Give numbers from 0 to 300 - 1"),
+    (lambda: [{"inputs": [1.5], "targets": [1]}], "its tokens are float64"),
+    (lambda: [{"tokens": [1], "targets": [1], "weights": [np.nan]}], "its weights are from nan"),
+  ],
+)  # fmt: skip
+def test_refused(dataset, message, tmp_path):
+  with pytest.raises(ConfigError, match=f"(?s){message}"):
+    of(tmp_path, dataset(), batch=1)
+
+
+def test_an_example_of_another_type_ends_the_run_at_its_step(tmp_path):
+  loader = of(tmp_path, [*map(same, range(9)), "a text"], max_target_length=4, batch=5)
+  loader.batch(0)
+  with pytest.raises(DataError, match="step 1: element 9 of list: it is a str without inputs and targets"):
+    loader.batch(1)
+
+
+def test_batches_are_the_same_in_another_process(tmp_path):
+  for dataset in (examples(), MapDataset.source(TEXTS), grain.MapDataset.source(THREES)):
+    loader = of(tmp_path, dataset, max_target_length=4)
+    if isinstance(loader._source, elements.ElementsSource):
+      continue  # a dataset without a reference stays in its process
+    again = pickle.loads(cloudpickle.dumps(loader)).dataset()
+    assert all(np.array_equal(*pair) for pair in zip(again[5], loader.batch(5)))
+
+
+# ---- grain_dataset, resumes
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+  """Writes a module of a user and puts it where it is imported."""
+  monkeypatch.syspath_prepend(str(tmp_path))
+  monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a file of the same second and size would not be read again
+
+  def write(code: str) -> str:
+    sys.modules.pop("their_data", None)
+    (tmp_path / "their_data.py").write_text(f"import grain\n{code}")
+    return "their_data:dataset"
+
+  yield write
+  sys.modules.pop("their_data", None)
+
+
+TEXT_CODE = "def dataset():\n  return grain.MapDataset.range({}).map(lambda i: f'text number {{i}}')\n"
+EXAMPLE_CODE = """
+def dataset():
+  return grain.MapDataset.range({}).map(lambda i: {{"inputs": [i, 1, 2], "targets": [1, 2, 3]}})
+"""
+
+
+@pytest.mark.parametrize(
+  ("code", "message"),
+  [
+    ("", "this process has no such function"),
+    ("import not_installed_here", "No module named 'not_installed_here'.*install its package on every host"),
+    ("def dataset(): raise KeyError('x')", "the function raised KeyError: 'x'"),
+    ("def dataset(): return grain.MapDataset.range(3).to_iter_dataset()", "is an iterator"),
+    ("def dataset(): return ['a']\ndataset.fingerprint = 5", "its fingerprint is 5"),
+  ],
+)
+def test_functions_that_are_refused(code, message, module, tmp_path):
+  with pytest.raises(ConfigError, match=f"(?s)grain_dataset=their_data:dataset.*{message}"):
+    load(tmp_path, grain_dataset=module(code))
+
+
+def open_run(folder: Path, batch: int, **keys):
+  """The data of a run."""
+  cfg = Config()
+  section = DataSection(
+    dataset_type="grain", max_target_length=8, dataset_cache_directory=str(folder / "cache"), **keys
+  )
+  model = cfg.model.model_copy(update={"vocab_size": 300})
+  run = cfg.run.model_copy(update={"allow_config_change": "global_batch_size"})
+  config = cfg.model_copy(update={"data": section, "model": model, "run": run})
+  run_data.check(config)
+  return config, run_data.open_data(config, batch, lambda _: None)
+
+
+def saved(folder, batch, step, **keys):
+  config, opened = open_run(folder, batch, **keys)
+  with opened as data:
+    return [data.train.batch(n).tokens for n in range(step)], json.loads(json.dumps(data.meta(config, step)))
+
+
+@pytest.mark.parametrize("code", [TEXT_CODE, EXAMPLE_CODE], ids=["documents", "examples"])
+def test_a_resume_with_another_batch_reads_the_next_examples(code, module, tmp_path):
+  keys = {"grain_dataset": module(code.format(50))}
+  whole, _ = saved(tmp_path, 4, 9, **keys)
+  _, meta = saved(tmp_path, 4, 3, **keys)
+  config, opened = open_run(tmp_path, 2, **keys)
+  with opened as data:
+    data.accept(config, meta)
+    assert "match the checkpoint" in data.resume(3, meta)[0]
+    rest = [data.train.batch(step).tokens for step in range(3, 15)]
+  assert np.array_equal(np.concatenate(rest), np.concatenate(whole[3:]))
+
+
+@pytest.mark.parametrize("code", [TEXT_CODE, EXAMPLE_CODE], ids=["documents", "examples"])
+@pytest.mark.parametrize("other", [51, "fingerprint"])
+def test_a_resume_of_another_dataset_is_refused(code, other, module, tmp_path):
+  """It has grown since, or says itself that it is another one."""
+  _, meta = saved(tmp_path, 4, 3, grain_dataset=module(code.format(50)))
+  stated = "dataset.fingerprint = 'version 2'" if other == "fingerprint" else ""
+  config, opened = open_run(tmp_path, 4, grain_dataset=module(code.format(51 if other == 51 else 50) + stated))
+  with opened as data:
+    if code == TEXT_CODE and other == "fingerprint":  # the documents were read again, and are the same
+      assert all(line.startswith("grain_") for line in data.accept(config, meta))
+      return
+    with pytest.raises(ConfigMismatch, match="data"):
+      data.accept(config, meta)
+
+
+def test_a_change_between_the_places_of_the_fingerprint(module, tmp_path):
+  """Examples 13 to 16 are others, and none is at a fixed place: the hash of the next examples shows it."""
+  code = EXAMPLE_CODE.format(1000)
+  _, meta = saved(tmp_path, 4, 3, grain_dataset=module(code))
+  config, opened = open_run(tmp_path, 4, grain_dataset=module(code.replace("[i, 1, 2]", "[i, 1 + (11 < i < 17), 2]")))
+  with opened as data:
+    data.accept(config, meta)
+    with pytest.raises(ConfigMismatch, match="example 12 and the examples after it differ"):
+      data.resume(3, meta)
+
+
+def test_a_mixture_with_files_reads_each_example_once(module, tmp_path):
+  (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": [200 + i, 7]}) for i in range(20)))
+  sources = {
+    "theirs": {"weight": 1, "grain_dataset": module(EXAMPLE_CODE.format(30)), "epochs": 1},
+    "files": {"weight": 1, "grain_train_files": f"{tmp_path}/texts.jsonl", "grain_file_type": "jsonl", "epochs": 1},
+  }
+  (tmp_path / "mixture.json").write_text(json.dumps(sources))
+  _, opened = open_run(tmp_path, 5, grain_train_mixture_config_path=str(tmp_path / "mixture.json"), packing="none")
+  with opened as data:
+    found = np.concatenate([data.train.batch(step).tokens[:, 0] for step in range(data.train.last_step())])
+  assert sorted(found.tolist()) == [*range(30), *range(200, 220)]

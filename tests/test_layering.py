@@ -35,7 +35,7 @@ CORE = (
   {"run"},
   {"drivers"},
   {"train"},
-  {"app"},
+  {"app", "commands"},
 )
 # Programs around the core, which reach it through run/plugins.py. `defaults` names them to the command and the library.
 WORKSHOP = (

@@ -64,7 +64,7 @@ class StorageError(OSError):
 
   def __init__(self, operation: str, address: str, cause: BaseException) -> None:
     super().__init__(f"{address} cannot be {operation}: {_reason(cause)}")
-    self.operation, self.address, self.cause, self.passes = operation, address, cause, _passes(cause)
+    self.operation, self.address, self.cause, self.passes = operation, address, cause, may_pass(cause)
     self.errno = getattr(cause, "errno", None)
 
   def __reduce__(self) -> tuple[Any, ...]:
@@ -107,7 +107,7 @@ def is_address(value: str) -> bool:
 
 def is_outage(error: BaseException) -> bool:
   """Whether storage failed or refused, which says nothing about the file that was to be read."""
-  failed = isinstance(error, StorageError | PermissionError) or _passes(error)
+  failed = isinstance(error, StorageError | PermissionError) or may_pass(error)
   return failed or any(word in str(error) for word in _REFUSED_WORDS)
 
 
@@ -115,11 +115,12 @@ def raise_outage(operation: str, address: object, error: BaseException) -> None:
   """Raises StorageError if `error` says nothing about the file at `address`. The caller says what it says else."""
   if isinstance(error, StorageError):
     raise error
-  if _passes(error):
+  if may_pass(error):
     raise StorageError(operation, str(address), error) from error
 
 
-def _passes(error: BaseException) -> bool:
+def may_pass(error: BaseException) -> bool:
+  """Whether what has raised this error may succeed later."""
   if isinstance(error, StorageError):
     return error.passes
   if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING:

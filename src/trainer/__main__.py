@@ -9,9 +9,9 @@ import time
 from typing import NoReturn
 
 import trainer
-from trainer import app, defaults
-from trainer.app import BAD_INPUT, COMPLETE
-from trainer.process.signals import INTERRUPTED, Signals
+from trainer import app, commands, defaults
+from trainer.process.signals import Signals
+from worlds.exit_codes import BAD_INPUT, COMPLETE, INTERRUPTED
 
 
 def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
@@ -22,7 +22,7 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
   """
   from input_pipeline.storage import StorageError
   from trainer.config import cli, validate
-  from trainer.config.errors import ConfigError, tell_end
+  from trainer.config.errors import ConfigError
   from trainer.config.load import load_with_origins
   from trainer.observe import log, screen
 
@@ -47,11 +47,8 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
     return app.run(config, defaults.extensions, signals or Signals(), started, origins).code
-  except (ConfigError, StorageError) as error:
-    return tell_end(error)
-  except KeyboardInterrupt:  # before there is a log, or once it is closed
-    print("Interrupted.", file=sys.stderr)
-    return INTERRUPTED
+  except (ConfigError, StorageError, KeyboardInterrupt) as error:  # before there is a log, or once it is closed
+    return commands.print_error(error)
 
 
 def _runtime_is_busy() -> bool:

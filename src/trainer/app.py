@@ -13,7 +13,8 @@ import traceback
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.process.signals import INTERRUPTED, PREEMPTED, Signals
+from trainer.process.signals import Signals
+from worlds.exit_codes import BAD_INPUT, COMPLETE, FAILED, INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
   from collections.abc import Callable, Mapping
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
   from trainer.config import Config
   from trainer.run.plugins import Extensions
   from trainer.run.session import LibraryOverrides, Session
-
-# Exit codes that a scheduler reads (README.md). PREEMPTED and INTERRUPTED are defined with the signals, 134
-# for a hung process with the watchdog.
-COMPLETE, FAILED, BAD_INPUT = 0, 1, 2
 
 
 class Ended(NamedTuple):

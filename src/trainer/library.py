@@ -80,16 +80,17 @@ class Run:
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
       raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")
     from trainer import app, defaults
-    from trainer.process.signals import PREEMPTED, Signals
+    from trainer.process.signals import Signals
     from trainer.program.optimizers import UserOptimizer
     from trainer.run.session import LibraryOverrides
+    from worlds.exit_codes import COMPLETE, PREEMPTED
 
     with _process_kept():
       overrides = LibraryOverrides(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
       ended = app.run(self.config, defaults.extensions, Signals(), time.monotonic(), overrides=overrides)
-    if ended.error is not None and ended.code not in (app.COMPLETE, PREEMPTED):
+    if ended.error is not None and ended.code not in (COMPLETE, PREEMPTED):
       raise ended.error
-    return ended.code == app.COMPLETE
+    return ended.code == COMPLETE
 
   def loader(self, split: Split = "train") -> Loader:
     """The batches of the run, by step or as an iterator. `close` it. Raises ConfigError if the data cannot be read."""

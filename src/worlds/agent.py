@@ -11,14 +11,14 @@ from collections.abc import Callable
 from types import FrameType
 
 from worlds import lines
-from worlds.interruptions import INTERRUPTED, PREEMPTED, Repeats, handled
+from worlds.exit_codes import FAILED, INTERRUPTED, PREEMPTED
+from worlds.interruptions import Repeats, handled
 from worlds.membership import wire
 from worlds.membership.messages import TO_AGENT, Message, check, message
 from worlds.membership.wire import Channel, Refused, WireError
 from worlds.place import Place
 from worlds.workers import MemberProgram, Workers
 
-FAILED = 1
 _RETRY_SECONDS = 0.5
 _INTERRUPT_SECONDS = 5.0
 

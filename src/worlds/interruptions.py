@@ -12,7 +12,8 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-PREEMPTED, INTERRUPTED = 42, 130  # exit codes
+from worlds.exit_codes import INTERRUPTED, PREEMPTED
+
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 # `timeout` and shells signal the process and then its whole group, and Python's handler runs later than the thread. All
 # of that is one signal. A user who signals a second time waits longer.

@@ -10,6 +10,7 @@ import time
 
 from worlds import lines
 from worlds.exchange import Exchange
+from worlds.exit_codes import FAILED
 from worlds.membership import wire
 from worlds.membership.client import Membership, SupervisorLost
 from worlds.membership.wire import Channel, WireError
@@ -20,7 +21,6 @@ from worlds.place import SUPERVISOR, Place
 _CONNECT_SECONDS = 3600.0
 _SLOW_SECONDS = 3600.0  # for a supervisor that listens and does not answer
 _RETRY_SECONDS = 0.2
-_FAILED = 1  # exit code
 _PR_SET_PDEATHSIG = 1  # of prctl(2): the signal that this process gets when its parent ends
 
 
@@ -52,7 +52,7 @@ def join(place: Place) -> Peers:
         reason = "it has closed the connection"
     if time.monotonic() >= start + seconds:
       where = f"{SUPERVISOR}={','.join(place.supervisors)}"
-      raise RunEnded(_FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
+      raise RunEnded(FAILED, f"error: {where}: cannot join the run there: {reason}.\n{place.remedy}")
     patience.waits(functools.partial("Member {} waits for the supervisor: {}".format, place.member, reason))
     time.sleep(_RETRY_SECONDS)
 

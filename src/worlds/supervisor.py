@@ -15,10 +15,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 
 from worlds import addresses, lines
-from worlds.interruptions import INTERRUPTED, PREEMPTED, Repeats, handled
+from worlds.exit_codes import FAILED, INTERRUPTED, PREEMPTED
+from worlds.interruptions import Repeats, handled
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.failures import BAD_INPUT as BAD_INPUT
-from worlds.membership.failures import FAILED as FAILED
 from worlds.membership.messages import FROM_AGENT, Message, check, message
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server

@@ -26,8 +26,8 @@ from trainer.checkpoint.backup import Candidate, restore_newest
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.tiers import Tiers
+from trainer.commands import print_error
 from trainer.config import ConfigError, load
-from trainer.config.errors import tell_end
 from trainer.drivers.one_controller import OneController
 from trainer.run.attempt import Attempt
 from trainer.run.session import Session
@@ -351,10 +351,10 @@ def test_a_failure_on_one_process_reaches_all():
 
 def test_the_exit_code_says_whether_the_same_command_may_succeed(capsys):
   passing, refused = (StorageError("listed", "gs://bucket/run", HttpError(code)) for code in (503, 403))
-  assert [tell_end(passing), tell_end(refused), tell_end(ConfigError("x"))] == [1, 2, 2]
+  assert [print_error(passing), print_error(refused), print_error(ConfigError("x"))] == [1, 2, 2]
   wrapped = ConfigError("weights: cannot be read")
   wrapped.__cause__ = passing
-  assert tell_end(wrapped) == 1
+  assert print_error(wrapped) == 1
   assert "error: gs://bucket/run cannot be listed: HttpError: backend error, 503\nCheck the address" in (
     capsys.readouterr().err
   )

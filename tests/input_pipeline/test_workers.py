@@ -18,7 +18,7 @@ from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import train_bpe
 from input_pipeline.workers import WorkerLost, Workers
-from trainer import __main__, app
+from trainer import __main__
 from trainer.config.errors import ConfigError
 from trainer.run import run_data
 
@@ -114,6 +114,6 @@ def test_the_command_says_that_a_process_was_killed(tmp_path, monkeypatch, capsy
 
   monkeypatch.setattr(run_data, "check", lost)
   keys = [f"base_output_directory={tmp_path}", "jax_cache_dir="]
-  assert __main__.main(["configs/quickstart.yml", *keys]) == app.FAILED
+  assert __main__.main(["configs/quickstart.yml", *keys]) == 1
   assert "error: A process ended with code -9 while it read A. Start again" in capsys.readouterr().err
   assert list(tmp_path.iterdir()) == []

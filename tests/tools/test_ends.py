@@ -9,9 +9,9 @@ import pytest
 from tests.support.command import ROOT, cpu_environment
 from tests.support.seeds import few
 
+from trainer import commands
 from trainer.cluster import host_devices
 from trainer.config.errors import ConfigError
-from trainer.tools.ends import exit_code
 
 TOOLS = {
   "generate": ["{run}", "text"],
@@ -35,13 +35,16 @@ def test_an_error_without_devices_is_that_there_are_none(monkeypatch, capsys):
   def find(environment):
     raise ConfigError("no devices")
 
-  def work():
+  def work(options):
     raise AssertionError("of JAX")
 
+  run = lambda: commands.main(commands.parser("`python -m x`"), work, [])
+  monkeypatch.setitem(sys.modules, "jax", sys)  # imported
+
   with pytest.raises(AssertionError, match="of JAX"):
-    exit_code(work)
+    run()
   monkeypatch.setattr(host_devices, "find", find)
-  assert exit_code(work) == 2
+  assert run() == 2
   assert capsys.readouterr().err == "error: no devices\n"
 
 

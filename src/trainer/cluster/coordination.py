@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 
 from trainer.cluster.torchrun import ChildSupervisor
 from trainer.world import World
+from worlds.exit_codes import BAD_INPUT
 
 if TYPE_CHECKING:
   from worlds.peers import Peers  # imports jax
 
-_BAD_INPUT = 2  # exit code
 _REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
 
 
@@ -104,10 +104,10 @@ class WithPeers(Coordination):
     self.peers.finished(code)
 
   def is_reported(self) -> bool:
-    self.peers.membership.send("finished", code=_BAD_INPUT)
+    self.peers.membership.send("finished", code=BAD_INPUT)
     # The primary waits a little too: it stays the primary while the others join.
     seconds = _REPORT_SECONDS / 5 if self.peers.is_primary else _REPORT_SECONDS
-    return self.peers.wait_for_code(seconds) == _BAD_INPUT
+    return self.peers.wait_for_code(seconds) == BAD_INPUT
 
   def close(self) -> None:
     self.peers.membership.close()

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import sys
 from collections.abc import Iterable, Iterator
 
-from input_pipeline import storage
 from input_pipeline.errors import ConfigError as ConfigError
 from input_pipeline.errors import require as require
 from input_pipeline.errors import shorten as shorten
@@ -42,14 +40,6 @@ class Problems:
   def raise_any(self) -> None:
     """Raises one ConfigError with all messages. Does nothing if there are none."""
     require(self._messages)
-
-
-def tell_end(error: BaseException) -> int:
-  """Prints an error that ends a command. Returns the exit code: 2 for wrong input; 1 if storage has failed, so that the
-  same command may succeed later."""
-  failed = storage.failure(error)
-  print(f"error: {error}", *([failed.remedy] if failed is not None else []), sep="\n", file=sys.stderr)
-  return 1 if failed is not None and failed.passes else 2
 
 
 def nearest(word: str, names: Iterable[str]) -> str | None:

@@ -14,62 +14,61 @@ from __future__ import annotations
 import argparse
 import sys
 
+from trainer import commands
 from trainer.process import signals
-
-BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
-  from trainer.cluster import job_token
-  from trainer.config.errors import ConfigError
   from trainer.config.option_types import real, whole
-  from trainer.launch.keys import program, require
   from trainer.observe import screen
-  from worlds import addresses
-  from worlds.agent import Agent
-  from worlds.interruptions import PREEMPTED
-  from worlds.membership.wire import Refused
 
   screen.protect()
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.launch.agent", description="Run slices on this host.", allow_abbrev=False
-  )
+  parser = commands.parser(__doc__)
   parser.add_argument("--supervisor", metavar="HOST:PORT", required=True, help="what trainer.launch.local listens on")
   parser.add_argument("--slices", type=whole(), default=1, help="slices of this host (default: 1)")
   parser.add_argument("--host", default="", help="this host's address for the others (default: that of the connection)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   parser.add_argument("--wait-seconds", type=real(0, 1e9), default=300.0, help="longest wait for the supervisor (300)")
-  options = parser.parse_args(argv)
+  return commands.main(parser, _run, argv)
+
+
+def _run(options: argparse.Namespace) -> int:
+  from trainer.cluster import job_token
+  from trainer.config.errors import ConfigError
+  from trainer.launch.keys import program, require
+  from worlds import addresses
+  from worlds.agent import Agent
+  from worlds.exit_codes import PREEMPTED
+  from worlds.membership.wire import Refused
+
   try:
-    try:
-      addresses.split(options.supervisor)
-    except ValueError as error:
-      raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
-    require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
-    if options.host and not options.host.strip():
-      raise ConfigError(f"--host {options.host!r}: is no address.\nGive the address of this host, or remove --host.")
-    agent = Agent(
-      program(),
-      options.supervisor,
-      job_token(options.token_file),
-      slices=options.slices,
-      host=options.host,
-      wait_seconds=options.wait_seconds,
+    addresses.split(options.supervisor)
+  except ValueError as error:
+    raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
+  require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
+  if options.host and not options.host.strip():
+    raise ConfigError(f"--host {options.host!r}: is no address.\nGive the address of this host, or remove --host.")
+  agent = Agent(
+    program(),
+    options.supervisor,
+    job_token(options.token_file),
+    slices=options.slices,
+    host=options.host,
+    wait_seconds=options.wait_seconds,
+  )
+  try:
+    return agent.run()
+  except (TimeoutError, Refused) as error:
+    text = (
+      f"--supervisor {options.supervisor}: {error}.\nStart `python -m trainer.launch.local --listen HOST:PORT` there, "
+      "with the same token, and let this host reach the port."
     )
-    try:
-      return agent.run()
-    except (TimeoutError, Refused) as error:
-      print(
-        f"error: --supervisor {options.supervisor}: {error}.\nStart `python -m trainer.launch.local --listen "
-        "HOST:PORT` there, with the same token, and let this host reach the port.",
-        file=sys.stderr,
-      )
-      # The supervisor may come later, on a host that was lost: the scheduler restarts this command after PREEMPTED.
-      return BAD_INPUT if isinstance(error, Refused) else PREEMPTED
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return BAD_INPUT
+    if isinstance(error, Refused):
+      raise ConfigError(text) from error
+    # The supervisor may come later, on a host that was lost: the scheduler restarts this command after PREEMPTED.
+    print(f"error: {text}", file=sys.stderr)
+    return PREEMPTED
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ from types import FrameType
 
 from trainer.observe import screen
 from trainer.process import open_files
+from worlds.exit_codes import FAILED
 from worlds.interruptions import end_on_error, requests
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
-from worlds.supervisor import FAILED, log
+from worlds.supervisor import log
 
 _POLL_SECONDS = 0.1
 _END_SECONDS = 10.0  # from the end of the run until the last worker has closed its connection

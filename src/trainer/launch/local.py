@@ -6,15 +6,15 @@ With --listen HOST:PORT --local-slices N, agents on other hosts (trainer.launch.
 
 Every slice is a process (or several) with its own JAX world. This process supervises them: when one is lost, the others
 go on within a fraction of a second and lose no step; the lost one is started again and joins with the state of a living
-one. The exit codes are the same as with `python -m trainer`.
+one. All other arguments and the exit codes are those of `python -m trainer`.
 """
 
 from __future__ import annotations
 
 import argparse
-import sys
 from typing import TYPE_CHECKING
 
+from trainer import commands
 from trainer.process import signals
 
 if TYPE_CHECKING:
@@ -23,22 +23,11 @@ if TYPE_CHECKING:
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code. Imports here and not above, so that a signal finds its handler."""
-  from trainer.cluster.launched import check, exchange_host, run_rules
-  from trainer.config import ConfigError, shares, validate
-  from trainer.config.load import load_with_origins
   from trainer.config.option_types import whole
-  from trainer.launch.keys import program, refuse_other
   from trainer.observe import screen
-  from trainer.process import open_files
-  from worlds.supervisor import BAD_INPUT, Supervisor
 
   screen.protect()
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.launch.local",
-    description="Run several slices as processes of this machine.",
-    epilog="All other arguments are those of `python -m trainer`.",
-    allow_abbrev=False,
-  )
+  parser = commands.parser(__doc__)
   parser.add_argument("--slices", type=whole(), required=True, help="slices that compute")
   parser.add_argument("--spares", type=whole(), default=0, help="more slices, which wait until one is lost")
   parser.add_argument("--processes-per-slice", type=whole(), default=1, help="processes of one slice, joined by JAX")
@@ -48,26 +37,32 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
-  options, arguments = parser.parse_known_args(argv)
-  try:
-    _check(options)
-    ours = {"cluster": "multiprocess", "num_slices": str(options.slices)}
-    arguments += refuse_other(arguments, "trainer.launch.local", ours)
-    config, given = load_with_origins(arguments, repeats=False)
-    least = config.elastic.elastic_min_slice_count
-    if least > options.slices:
-      raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
-    validate.check_switch(config, given)
-    rules = run_rules(shares.resolve(config))
-    check(rules, options.processes_per_slice)
-    local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
-    if local and config.elastic.exchange_network:
-      exchange_host(config.elastic.exchange_network)  # wrong input: before a process starts
-    _check_local(options, rules.minimum)
-    where = _listen(options) if options.listen else None
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return BAD_INPUT
+  return commands.main(parser, _run, argv, rest="arguments")
+
+
+def _run(options: argparse.Namespace) -> int:
+  from trainer.cluster.launched import check, exchange_host, run_rules
+  from trainer.config import ConfigError, shares, validate
+  from trainer.config.load import load_with_origins
+  from trainer.launch.keys import program, refuse_other
+  from trainer.process import open_files
+  from worlds.supervisor import Supervisor
+
+  _check(options)
+  ours = {"cluster": "multiprocess", "num_slices": str(options.slices)}
+  arguments = [*options.arguments, *refuse_other(options.arguments, "trainer.launch.local", ours)]
+  config, given = load_with_origins(arguments, repeats=False)
+  least = config.elastic.elastic_min_slice_count
+  if least > options.slices:
+    raise ConfigError(f"elastic_min_slice_count={least} is more than --slices {options.slices}.\nLower it.")
+  validate.check_switch(config, given)
+  rules = run_rules(shares.resolve(config))
+  check(rules, options.processes_per_slice)
+  local = (options.slices if options.local_slices is None else options.local_slices) + options.spares
+  if local and config.elastic.exchange_network:
+    exchange_host(config.elastic.exchange_network)  # wrong input: before a process starts
+  _check_local(options, rules.minimum)
+  where = _listen(options) if options.listen else None
   open_files.raise_limit()  # each member has a connection
   supervisor = Supervisor(
     program(),

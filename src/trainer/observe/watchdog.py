@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
+from worlds.exit_codes import HUNG
 
-EXIT_CODE = 134  # 128 + SIGABRT, what schedulers show for an aborted process
 LONG_OPERATION_FACTOR = 10  # a start, an evaluation or a save may take this many times the timeout of a step
 _LEAST_OPERATION_SECONDS = 1800.0  # a long operation may take this long after `Watchdog.set_timeout`
 _REPORT_SECONDS = 5.0
@@ -175,7 +175,7 @@ class Watchdog:
         report.start()
         report.join(_REPORT_SECONDS)
         if alarm.is_hang:
-          self._end(EXIT_CODE)
+          self._end(HUNG)
           return
 
   def _count(self, seconds: float, now: float) -> _Alarm | None:
@@ -216,7 +216,7 @@ class Watchdog:
     else:
       rule = f"more than max({LATE_SECONDS:g} s, {LATE_FACTOR:g} x the 99th percentile of the last steps)"
       what = f"the step has taken {alarm.silent:.0f} s so far, {rule}"
-    end = f"; aborting with exit code {EXIT_CODE}" if alarm.is_hang else "; still waiting"
+    end = f"; aborting with exit code {HUNG}" if alarm.is_hang else "; still waiting"
     self._log.warning(f"{what}, last completed step: {self._step}; stacks are on stderr and in the log{end}")
     self._events.flush()
     self._log.flush()

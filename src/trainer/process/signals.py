@@ -30,15 +30,8 @@ from collections.abc import Callable, Mapping
 from types import FrameType
 from typing import NoReturn
 
-from worlds.interruptions import (
-  INTERRUPTED,
-  PREEMPTED,
-  REQUESTS,
-  SAME_SIGNAL_SECONDS,
-  Handler,
-  end_before_start,
-  requests,
-)
+from worlds.exit_codes import INTERRUPTED, PREEMPTED
+from worlds.interruptions import REQUESTS, SAME_SIGNAL_SECONDS, Handler, end_before_start, requests
 
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 

@@ -19,8 +19,8 @@ from typing import Any, Protocol
 
 from input_pipeline import storage
 from trainer.observe.log import Log
-from trainer.process.signals import PREEMPTED
 from trainer.services.background_writer import Scalars
+from worlds.exit_codes import PREEMPTED
 
 EVALUATED = "evaluation/step"  # the step of which the evaluation in the same row is
 

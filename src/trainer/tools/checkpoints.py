@@ -7,7 +7,6 @@ checkpoint, and compares them with its manifest.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import os
@@ -18,10 +17,11 @@ from typing import Any
 
 from input_pipeline import storage
 from input_pipeline.places import Place
+from trainer import commands
 from trainer.checkpoint import checksums, run_id
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
-from trainer.config.errors import ConfigError, tell_end
+from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.observe.events import read_events
 from trainer.observe.metrics import METRICS_FILE
@@ -42,17 +42,12 @@ class SavedEntry:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if the folder is no run or cannot be read."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.checkpoints", description=__doc__.split("\n\n")[0])
+  parser = commands.parser(__doc__)
   help_text = "{base_output_directory}/{run_name}, local, gs:// or s3://"
   parser.add_argument("run_directory", metavar="RUN_DIR", type=os.path.expanduser, help=help_text)
   parser.add_argument("--verify", action="store_true", help="read all files of each checkpoint")
-  arguments = parser.parse_args(argv)
-  try:
-    print("\n".join(describe(arguments.run_directory.rstrip("/"), verify=arguments.verify)))
-  except (ConfigError, CheckpointError, Rejected, OSError) as error:
-    return tell_end(error)
-  return 0
+  show = lambda options: print("\n".join(describe(options.run_directory.rstrip("/"), verify=options.verify)))
+  return commands.main(parser, show, argv)
 
 
 def describe(run: str, *, verify: bool = False) -> Iterator[str]:

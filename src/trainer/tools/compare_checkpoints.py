@@ -1,12 +1,11 @@
 """`python -m trainer.tools.compare_checkpoints A B`: how the arrays of two checkpoints differ, in values and bits.
 
 A and B are RUN_DIR (its newest checkpoint), RUN_DIR@STEP, or the folder of a checkpoint. Needs no device, and the
-memory of two arrays.
+memory of two arrays. Exit code 0: all are equal; 1: not; 2: wrong input.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import os
 from collections.abc import Callable, Iterator
@@ -15,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from trainer import commands
 from trainer.checkpoint import array_parts, checksums, run_id
-from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 from trainer.world import SINGLE_WORLD
 
 _BLOCK = 1 << 20  # values that are compared at once
@@ -39,16 +37,10 @@ Entries = dict[str, Entry]
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0 if all arrays are equal, 1 if not, or 2 with a message on stderr for wrong input."""
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.tools.compare_checkpoints",
-    description=f"{__doc__.split(': ', 1)[1]}\nExit code 0: all are equal; 1: not; 2: wrong input.",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  parser = commands.parser(__doc__)
   for name in ("A", "B"):
     parser.add_argument(name, help="RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint")
-  options = parser.parse_args(argv)
-  return exit_code(lambda: _compare(options.A, options.B), CheckpointError, Rejected, OSError)
+  return commands.main(parser, lambda options: _compare(options.A, options.B), argv)
 
 
 def _compare(a: str, b: str) -> int:

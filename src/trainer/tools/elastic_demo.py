@@ -12,15 +12,17 @@ proxy client. The run without faults has simulated slices.
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 import time
 
+from trainer import commands
 from trainer.config import ConfigError, load
 from trainer.config.keys import is_answered
 from trainer.observe import screen
 from trainer.observe.metrics import read_metrics
-from trainer.tools.ends import run_child
+from trainer.tools.child import run_child
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
 _CONFIG = "configs/elastic_demo.yml"
@@ -32,32 +34,26 @@ _SCENARIOS = {
   ),
   "undisturbed": ("no faults", ("elastic_min_slice_count=-1", "fault_injection=", "enable_report=false")),
 }
-_BAD_INPUT = 2
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the demo and returns its exit code."""
-  arguments = sys.argv[1:] if argv is None else argv
-  if {"--help", "-h"} & set(arguments):
-    print(__doc__)
-    return 0
-  pathways = "--pathways" in arguments
-  arguments = [argument for argument in arguments if argument != "--pathways"]
+  parser = commands.parser(__doc__)
+  parser.add_argument("--pathways", action="store_true")
+  return commands.main(parser, _run, argv, rest="arguments")
+
+
+def _run(options: argparse.Namespace) -> int:
+  arguments, pathways = options.arguments, options.pathways
   if unknown := [
     argument for argument in arguments[:1] if argument.startswith("-") and not is_answered(argument.lstrip("-"))
   ]:
-    print(f"error: {unknown[0]}: is no option. The only option is --pathways.", file=sys.stderr)
-    return _BAD_INPUT
+    raise ConfigError(f"{unknown[0]}: is no option. The only option is --pathways.")
   if not arguments or "=" in arguments[0]:
     arguments = [_CONFIG, *arguments]
-  try:
-    config = load(arguments, repeats=False)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return _BAD_INPUT
+  config = load(arguments, repeats=False)
   if 0 < config.cluster.num_slices < 3:
-    print(f"error: num_slices={config.cluster.num_slices}: the demo loses slice 2. Use at least 3.", file=sys.stderr)
-    return _BAD_INPUT
+    raise ConfigError(f"num_slices={config.cluster.num_slices}: the demo loses slice 2. Use at least 3.")
   # A new folder each time, because runs in an existing folder would resume and find nothing to do.
   directory = f"{config.run_directory}/{time.strftime('%Y%m%d-%H%M%S')}"
   for name, (story, changes) in _SCENARIOS.items():

@@ -11,21 +11,18 @@ import math
 from collections.abc import Sequence
 
 import trainer
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.config.files import CONFIG_FILE
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 _LARGEST_EXPONENT = 709.0  # of a float: e to a larger one is infinite
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with a message on stderr if the run or the data cannot be used."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.evaluate", description=__doc__.split("\n\n")[0])
+  parser = commands.parser(__doc__)
   parser.add_argument("run_directory", metavar="RUN_DIR[@STEP]")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="as for python -m trainer")
-  arguments = parser.parse_intermixed_args(argv)
-  return exit_code(lambda: _evaluate(arguments.run_directory, arguments.keys))
+  return commands.main(parser, lambda options: _evaluate(options.run_directory, options.keys), argv)
 
 
 def _evaluate(place: str, keys: Sequence[str]) -> None:

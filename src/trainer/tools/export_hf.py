@@ -10,24 +10,21 @@ from __future__ import annotations
 import argparse
 
 import trainer
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if the run is wrong or the folder cannot be written."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.export_hf", description=__doc__.split("\n\n")[0])
+  parser = commands.parser(__doc__)
   parser.add_argument("run_directory", metavar="RUN_DIR[@STEP]")
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="")
-  arguments = parser.parse_args(argv)
+  return commands.main(parser, _run, argv)
 
-  def work() -> None:
-    cluster.check_environment()
-    trainer.export_run(arguments.run_directory, arguments.directory, arguments.dtype)
 
-  return exit_code(work)
+def _run(options: argparse.Namespace) -> None:
+  cluster.check_environment()
+  trainer.export_run(options.run_directory, options.directory, options.dtype)
 
 
 if __name__ == "__main__":

@@ -15,15 +15,13 @@ from pathlib import Path
 
 import trainer
 from input_pipeline import tokenizer
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if the model or the prompts cannot be used."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.generate", description=__doc__.split("\n\n")[0])
+  parser = commands.parser(__doc__)
   parser.add_argument("model", metavar="RUN_DIR[@STEP]")
   parser.add_argument("prompt", nargs="?", metavar="PROMPT")
   parser.add_argument("--prompts", metavar="FILE", type=os.path.expanduser, help="a prompt in every line")
@@ -38,26 +36,22 @@ def main(argv: list[str] | None = None) -> int:
   )
   parser.add_argument("--seed", type=whole(-(2**31), 2**32 - 1), default=0)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
-  arguments = parser.parse_intermixed_args(argv)
-  if (arguments.prompt is not None) + (arguments.prompts is not None) + arguments.chat != 1:
-    parser.error("give a PROMPT, --prompts FILE or --chat")
+  return commands.main(parser, _generate, argv)
 
-  if 0 < arguments.temperature < 1e-4:  # trainer.Sampling refuses it too, after the weights are loaded
-    parser.error(f"--temperature {arguments.temperature:g} must be 0, for the most likely token, or at least 0.0001")
 
-  def write() -> None:
-    prompts = [arguments.prompt] if arguments.prompts is None else _lines_of(arguments.prompts)
-    if not prompts:
-      raise trainer.ConfigError(f"{arguments.prompts}: is empty. Write a prompt in every line.")
-    cluster.check_environment()
-    model = trainer.Model.from_run(arguments.model, arguments.dtype)
-    sampling = trainer.Sampling(arguments.temperature, arguments.top_k, arguments.top_p, arguments.seed)
-    if arguments.chat:
-      _talk(model, arguments.tokens, sampling)
-    else:
-      _write(model, prompts, arguments.tokens, sampling)
-
-  return exit_code(write, OSError, UnicodeDecodeError)
+def _generate(options: argparse.Namespace) -> None:
+  if (options.prompt is not None) + (options.prompts is not None) + options.chat != 1:
+    raise trainer.ConfigError("Give a PROMPT, --prompts FILE or --chat.")
+  prompts = [options.prompt] if options.prompts is None else _lines_of(options.prompts)
+  if not prompts:
+    raise trainer.ConfigError(f"{options.prompts}: is empty. Write a prompt in every line.")
+  cluster.check_environment()
+  sampling = trainer.Sampling(options.temperature, options.top_k, options.top_p, options.seed)
+  model = trainer.Model.from_run(options.model, options.dtype)
+  if options.chat:
+    _talk(model, options.tokens, sampling)
+  else:
+    _write(model, prompts, options.tokens, sampling)
 
 
 def _lines_of(path: str) -> list[str]:

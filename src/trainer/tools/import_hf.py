@@ -9,23 +9,20 @@ from __future__ import annotations
 import argparse
 
 import trainer
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if the folder is wrong or cannot be written."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.import_hf", description=__doc__.split("\n\n")[0])
+  parser = commands.parser(__doc__)
   parser.add_argument("directory", metavar="DIR")
   parser.add_argument("run_directory", metavar="RUN_DIR")
-  arguments = parser.parse_args(argv)
+  return commands.main(parser, _run, argv)
 
-  def work() -> None:
-    cluster.check_environment()
-    trainer.import_folder(arguments.directory, arguments.run_directory)
 
-  return exit_code(work)
+def _run(options: argparse.Namespace) -> None:
+  cluster.check_environment()
+  trainer.import_folder(options.directory, options.run_directory)
 
 
 if __name__ == "__main__":

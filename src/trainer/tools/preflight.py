@@ -15,28 +15,23 @@ compiler refused the step for a reason other than memory.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.config import load
 from trainer.config.keys import preflight_options
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 
 def main(argv: list[str] | None = None) -> int:
   """Prints the findings to stdout as soon as they are known, and returns the exit code."""
+  return commands.main(commands.parser(__doc__), _run, argv, rest="arguments")
+
+
+def _run(given: argparse.Namespace) -> int:
   started = time.monotonic()
-  arguments = sys.argv[1:] if argv is None else argv
-  if not arguments or {"--help", "-h"} & set(arguments):
-    print(__doc__)
-    return 0 if arguments else 2
-  return exit_code(lambda: _run(arguments, started))
-
-
-def _run(arguments: list[str], started: float) -> int:
-  options, others = preflight_options(arguments)
+  options, others = preflight_options(given.arguments)
   config = load(others, check_paths=False, repeats=False)
   cluster.check_environment()
   from trainer.preflight import run  # imports jax, so only after the arguments are checked

@@ -16,10 +16,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import trainer
-from trainer import cluster
+from trainer import cluster, commands
 from trainer.config.option_types import whole
 from trainer.observe import screen
-from trainer.tools.ends import exit_code
 
 _HELD_OUT = 5  # one question of so many
 _DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
@@ -58,22 +57,18 @@ def questions() -> Iterator[tuple[str, str, str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0, or 2 with one line on stderr if the folder or the model cannot be used."""
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.tools.puzzles", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = commands.parser(__doc__)
   parser.add_argument("folder", metavar="FOLDER", type=Path)
   parser.add_argument("--conversations", type=whole(1), default=20_000, help="of train.jsonl (default: 20000)")
   parser.add_argument("--score", metavar="RUN_DIR[@STEP]", help="asks this model the questions of FOLDER/eval.jsonl")
-  arguments = parser.parse_args(argv)
+  return commands.main(parser, _run, argv)
 
-  def work() -> None:
-    if arguments.score:
-      _score(arguments.folder / "eval.jsonl", arguments.score)
-    else:
-      _write(arguments.folder, arguments.conversations)
 
-  return exit_code(work, OSError)
+def _run(options: argparse.Namespace) -> None:
+  if options.score:
+    _score(options.folder / "eval.jsonl", options.score)
+  else:
+    _write(options.folder, options.conversations)
 
 
 def _write(folder: Path, count: int) -> None:

@@ -21,7 +21,7 @@ from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STATE, FREE
 from trainer.tools import compare_checkpoints
-from trainer.tools.ends import run_child
+from trainer.tools.child import run_child
 from trainer.trust import receipt
 from trainer.trust.lines import Line, check
 from trainer.world import SINGLE_WORLD

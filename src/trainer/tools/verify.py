@@ -3,6 +3,8 @@
 The receipt (receipt.jsonl) is checked line by line, and the checkpoints and metrics.jsonl are compared with it: this
 needs no device. --replay computes steps again, on this machine or on other slices (key=value). --against finds the
 first step at which two runs differ. docs/trust.md says what this proves.
+
+Exit code 0: all is equal; 1: something differs; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from trainer import commands
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.observe.metrics import METRICS_FILE, read_metrics
 from trainer.tools import compare_checkpoints, replay
-from trainer.tools.ends import exit_code
 from trainer.tools.replay import Replay
 from trainer.trust import lines as lines_lib
 from trainer.trust import receipt
@@ -45,19 +47,13 @@ class Receipt:
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0 if all is equal, 1 if something differs, or 2 with a message on stderr for wrong input."""
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.tools.verify",
-    description=f"{__doc__.split(': ', 1)[1]}\nExit code 0: all is equal; 1: something differs; 2: wrong input.",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  parser = commands.parser(__doc__)
   parser.add_argument("run_directory", metavar="RUN_DIR", help="{base_output_directory}/{run_name}")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="of the replay, such as num_slices=1")
   which = parser.add_mutually_exclusive_group()
   which.add_argument("--replay", metavar="FROM:TO", help="compute these steps again, from the checkpoint before them")
   which.add_argument("--against", metavar="OTHER_RUN", help="find the first step at which the two receipts differ")
-  options = parser.parse_intermixed_args(argv)
-  return exit_code(lambda: _verify(options), CheckpointError, OSError)
+  return commands.main(parser, _verify, argv)
 
 
 def _verify(options: argparse.Namespace) -> int:

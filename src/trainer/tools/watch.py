@@ -20,7 +20,8 @@ import urllib.parse
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.config.errors import ConfigError, how_to_install, tell_end
+from trainer import commands
+from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.option_types import positive, whole
 from trainer.observe import files, screen
 from trainer.report import live, markup
@@ -120,8 +121,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Serves until Ctrl-C and returns 0; 2 if the port cannot be used."""
-  parser = argparse.ArgumentParser(prog="python -m trainer.tools.watch", description=__doc__.split("\n\n", 1)[1])
+  parser = commands.parser(__doc__)
   parser.add_argument(
     "run_directory",
     nargs="+",
@@ -133,25 +133,22 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--allow-host", metavar="NAME", action="append", default=[], help="a name by which a proxy shows the page"
   )
-  arguments = parser.parse_args(argv)
-  try:
-    for directory in arguments.run_directory:
-      if not directory.strip() or os.path.isfile(directory):
-        raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
-      files.check_address(directory)
-    server = open_server(LivePage(arguments.run_directory, arguments.period), arguments.port, arguments.allow_host)
-  except (ConfigError, OSError) as error:
-    return tell_end(error)
-  with server:
-    for directory in arguments.run_directory:
+  return commands.main(parser, _watch, argv)
+
+
+def _watch(options: argparse.Namespace) -> None:
+  """Serves until Ctrl-C."""
+  for directory in options.run_directory:
+    if not directory.strip() or os.path.isfile(directory):
+      raise ConfigError(f"{directory!r} is not a folder. Give {{base_output_directory}}/{{run_name}}.")
+    files.check_address(directory)
+  with open_server(LivePage(options.run_directory, options.period), options.port, options.allow_host) as server:
+    for directory in options.run_directory:
       if not files.exists(directory):
         print(f"{directory} does not exist yet. Waiting for it", flush=True)
-    print(f"Watching {', '.join(arguments.run_directory)} on {server.url} (Ctrl-C ends)", flush=True)
-    try:
+    print(f"Watching {', '.join(options.run_directory)} on {server.url} (Ctrl-C ends)", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
       server.serve_forever()
-    except KeyboardInterrupt:
-      return 0
-  return 0
 
 
 def open_server(page: LivePage, port: int | None, hosts: Sequence[str] = ()) -> Server:

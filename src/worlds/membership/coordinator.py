@@ -18,9 +18,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from worlds.exit_codes import BAD_INPUT, FAILED
 from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.epochs import Epochs, Member, SentState
-from worlds.membership.failures import BAD_INPUT, FAILED
 from worlds.membership.messages import OPENED, message, step_of
 from worlds.membership.witness import Witness
 

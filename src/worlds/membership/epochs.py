@@ -7,9 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from worlds.exit_codes import BAD_INPUT, FAILED
 from worlds.membership.dealing import Dealing
 from worlds.membership.effects import Effects, Kill, Note, Send, to_all
-from worlds.membership.failures import BAD_INPUT, FAILED, Failures
+from worlds.membership.failures import Failures
 from worlds.membership.messages import Message, message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
 from worlds.membership.rules import RunRules

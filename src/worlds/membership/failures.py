@@ -7,9 +7,9 @@ import signal
 from collections import Counter
 from collections.abc import Collection
 
+from worlds.exit_codes import BAD_INPUT, FAILED
 from worlds.membership.messages import step_of
 
-FAILED, BAD_INPUT = 1, 2  # exit codes
 PROGRESS = 10  # rounds that were not done before: after so many, earlier failures do not count any more
 _FIRST_PAUSE_SECONDS = 0.5  # from the end of a member to its next start; doubled each time
 _LONGEST_PAUSE_SECONDS = 300.0

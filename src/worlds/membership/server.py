@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from worlds import addresses
-from worlds.interruptions import PREEMPTED
+from worlds.exit_codes import PREEMPTED
 from worlds.lines import Sparse
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator

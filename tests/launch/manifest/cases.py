@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from trainer.launch.manifest import __main__ as manifest
+
 IMAGE = "--image gcr.io/my-project/trainer"
 PLACE = "--cluster my-cluster --project my-project --zone us-central1"
 RUN = (
@@ -33,6 +37,11 @@ VALID = (
   f"jobset {COMMON} {GRAIN} grain_file_type=arrayrecord grain_train_files=/cache/data --cache-volume gs://data",
   f"gcluster {COMMON} {GRAIN} grain_file_type=parquet grain_train_files=gs://one/a;gs://two/b*.parquet",
 )
+
+
+def render(arguments: Sequence[str]) -> str:
+  """What the command prints for these arguments. Raises ConfigError if they do not fit together."""
+  return manifest.render(manifest.parser().parse_intermixed_args(arguments))
 
 
 def one_line(command: str) -> str:

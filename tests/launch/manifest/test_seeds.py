@@ -5,9 +5,7 @@ from __future__ import annotations
 import shlex
 
 import yaml
-from tests.launch.manifest.cases import one_line
-
-from trainer.launch.manifest.__main__ import render
+from tests.launch.manifest.cases import one_line, render
 
 # The guide to elastic training, section 3, with its variables.
 ELASTIC_GUIDE = """\

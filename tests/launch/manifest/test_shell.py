@@ -6,9 +6,7 @@ import signal
 import subprocess
 
 import pytest
-from tests.launch.manifest.cases import COMMON, ELASTIC, PLACE
-
-from trainer.launch.manifest.__main__ import render
+from tests.launch.manifest.cases import COMMON, ELASTIC, PLACE, render
 
 # Stands for xpk, gcluster and python: writes its arguments to a file; as python it then waits for SIGTERM.
 STAND_IN = """#!/bin/bash

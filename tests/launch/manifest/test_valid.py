@@ -9,11 +9,10 @@ import shlex
 import kubernetes_validate
 import pytest
 import yaml
-from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line
+from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line, render
 
 from trainer.config import ConfigError, load
 from trainer.launch.manifest import hardware
-from trainer.launch.manifest.__main__ import render
 
 KUBERNETES = "1.34"
 # The options of xpk 1.16 and of gcluster that these commands use.

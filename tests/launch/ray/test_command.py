@@ -14,7 +14,7 @@ import pytest
 
 from trainer.config import load
 from trainer.launch.ray import job
-from trainer.launch.ray.__main__ import main, options
+from trainer.launch.ray.__main__ import main, parser, trainer_arguments
 from worlds import interruptions
 
 PAGE = pathlib.Path(__file__).parents[3] / "docs" / "run_on_gpu_cluster.md"
@@ -50,7 +50,8 @@ def test_wrong_arguments_are_refused(name, capsys):
 
 
 def test_another_spelling_of_a_value_that_the_command_sets_is_no_other_value():
-  _, arguments = options(f"{SLICES} {CONFIG} elastic_enabled=True num_slices=03 cluster=MultiProcess".split())
+  spelled = f"{SLICES} {CONFIG} elastic_enabled=True num_slices=03 cluster=MultiProcess"
+  arguments = trainer_arguments(*parser().parse_known_args(spelled.split()))
   assert load(arguments, check_paths=False).elastic.elastic_enabled
 
 
@@ -63,8 +64,8 @@ def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monk
 def test_the_command_of_the_page():
   text = PAGE.read_text().replace("\\\n", " ").replace("BUCKET", "my-bucket")
   (command,) = re.findall(r"^\.venv/bin/python -m trainer\.launch\.ray (.*)$", text, re.MULTILINE)
-  chosen, arguments = options(command.split())
-  config = load(arguments, check_paths=False)
+  chosen, others = parser().parse_known_args(command.split())
+  config = load(trainer_arguments(chosen, others), check_paths=False)
   assert (chosen.min_slices, chosen.max_slices, chosen.topology) == (1, 3, "2x4")
   assert (config.cluster.num_slices, config.elastic.elastic_min_slice_count) == (3, 1)
 

@@ -9,13 +9,12 @@ import pytest
 
 from trainer.launch.ray.slices import RayWorker
 from trainer.launch.ray.supervisor import RunSupervisor
-from trainer.process.signals import PREEMPTED
+from worlds.exit_codes import BAD_INPUT, FAILED, PREEMPTED
 from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import from_ranges
 from worlds.membership.rules import RunRules
 from worlds.place import Place
-from worlds.supervisor import BAD_INPUT, FAILED
 
 RULES = RunRules(slices=3, minimum=1, shares=3, timeout=60.0, join_interval=0.0, elastic=True)
 SECONDS = 5.0

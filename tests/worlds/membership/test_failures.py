@@ -6,9 +6,10 @@ import signal
 
 import pytest
 
+from worlds.exit_codes import BAD_INPUT, FAILED
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effects, Note, Send
-from worlds.membership.failures import BAD_INPUT, FAILED, PROGRESS
+from worlds.membership.failures import PROGRESS
 from worlds.membership.rules import RunRules
 
 ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL

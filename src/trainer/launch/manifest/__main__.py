@@ -15,35 +15,32 @@ Exit codes: 0: printed. 2: the configuration, an option or their combination is 
 
 from __future__ import annotations
 
-import sys
+import argparse
 
-from trainer.config import ConfigError
+from trainer import commands
 from trainer.config.errors import require
 from trainer.launch.manifest import checks, contents, options, text
 from trainer.launch.manifest.plan import resolve
 from trainer.observe import screen
 
 
-def render(arguments: list[str]) -> str:
-  """The text for these arguments. Raises ConfigError if they are wrong or do not fit together."""
-  plan = resolve(options.parse(arguments, text.TARGETS))
+def render(chosen: argparse.Namespace) -> str:
+  """The text for these options. Raises ConfigError if they are wrong or do not fit together."""
+  plan = resolve(chosen)
   require([*checks.problems(plan), *contents.problems(plan)])
   return text.render(plan)
 
 
+def parser() -> argparse.ArgumentParser:
+  """Reads the arguments for `render`."""
+  parser = commands.parser(__doc__)
+  options.add_to(parser, text.TARGETS)
+  return parser
+
+
 def main(argv: list[str] | None = None) -> int:
   """Prints the text and returns the exit code."""
-  arguments = sys.argv[1:] if argv is None else argv
-  if not arguments or {"--help", "-h"} & set(arguments):
-    print(__doc__)
-    print(options.describe())
-    return 0 if arguments else 2
-  try:
-    print(render(arguments), end="")
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return 2
-  return 0
+  return commands.main(parser(), lambda chosen: print(render(chosen), end=""), argv)
 
 
 if __name__ == "__main__":

@@ -4,40 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
-from trainer.config import ConfigError
 from trainer.config.option_types import positive, whole
 
 # The extras that docker/Dockerfile installs only with --build-arg EXTRAS="...".
 EXTRAS = ("goodput", "ray", "tfds", "wandb", "s3")
 
 
-class _Parser(argparse.ArgumentParser):
-  def error(self, message: str) -> NoReturn:
-    raise ConfigError(f"{message}.\n--help describes every option.")
-
-
-def parse(arguments: Sequence[str], targets: Sequence[str]) -> argparse.Namespace:
-  """target, config (CONFIG.yml and key=value ...) and the options, which may be anywhere; None: was not given.
-
-  Raises ConfigError for an unknown or wrong option.
-  """
-  found, rest = _parser(targets).parse_known_args(list(arguments))
-  unknown = [word for word in rest if word.startswith("-")]
-  if unknown:
-    raise ConfigError(f"{unknown[0]}: there is no such option.\n--help describes every option. Keys are key=value.")
-  found.config += rest
-  return found
-
-
-def describe() -> str:
-  """The options, one paragraph each."""
-  return _parser(("TARGET",)).format_help().partition("options:")[2].strip("\n")
-
-
-def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
-  parser = _Parser(allow_abbrev=False, add_help=False)
+def add_to(parser: argparse.ArgumentParser, targets: Sequence[str]) -> None:
+  """Adds `target`, `config` (CONFIG.yml and key=value ...) and the options, which may be anywhere."""
   parser.add_argument("target", choices=targets, help=argparse.SUPPRESS)
   parser.add_argument("config", nargs="*", help=argparse.SUPPRESS)
 
@@ -72,7 +48,6 @@ def _parser(targets: Sequence[str]) -> argparse.ArgumentParser:
   add("--pathways-version", "tag of the images of the Pathways servers, which must fit the jaxlib of --image")
   add("--service-account", "Kubernetes service account of the pods")
   add("--queue", "Kueue LocalQueue")
-  return parser
 
 
 def _extras(text: str) -> tuple[str, ...]:

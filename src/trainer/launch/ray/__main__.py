@@ -4,7 +4,7 @@
     CONFIG.yml key=value ...
 
 Each slice has its own JAX world. Slices of TPUs are started as a whole; without --topology a slice is one worker with
---gpus-per-slice GPUs, or one CPU. The exit codes are the same as with `python -m trainer`.
+--gpus-per-slice GPUs, or one CPU. All other arguments and the exit codes are those of `python -m trainer`.
 """
 
 from __future__ import annotations
@@ -12,42 +12,21 @@ from __future__ import annotations
 import argparse
 import sys
 
+from trainer import commands
 from trainer.config import Config, ConfigError, faults, load
 from trainer.config.option_types import whole
 from trainer.launch.keys import ray_keys, refuse_other, require
 from trainer.observe import screen
-from worlds.supervisor import BAD_INPUT
 
 
 def main(argv: list[str] | None = None) -> int:
   """Runs the command and returns its exit code."""
-  try:
-    chosen, arguments = options(argv)
-    config = load(arguments, repeats=False)
-    _check_config(config, chosen)
-    from trainer.launch.ray import job
-
-    return job.run(config, arguments, chosen)
-  except ConfigError as error:
-    print(f"error: {error}", file=sys.stderr)
-    return BAD_INPUT
+  return commands.main(parser(), _run, argv, rest="arguments")
 
 
-def options(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-  """(the options of this command, the arguments of `python -m trainer`). Raises ConfigError."""
-  found, arguments = _parser().parse_known_args(argv)
-  _check(found)
-  ours = ray_keys(found.min_slices, found.max_slices)
-  return found, [*arguments, *refuse_other(arguments, "trainer.launch.ray", ours)]
-
-
-def _parser() -> argparse.ArgumentParser:
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.launch.ray",
-    description="Run slices as workers of Ray Train, on a Ray cluster (RAY_ADDRESS, or the cluster of this host).",
-    epilog="All other arguments are those of `python -m trainer`.",
-    allow_abbrev=False,
-  )
+def parser() -> argparse.ArgumentParser:
+  """Reads the options of this command."""
+  parser = commands.parser(__doc__)
   parser.add_argument("--min-slices", type=whole(), required=True, help="slices that training needs")
   parser.add_argument("--max-slices", type=whole(), required=True, help="slices of the full run")
   parser.add_argument("--topology", help="of a TPU slice, such as 2x4")
@@ -60,6 +39,23 @@ def _parser() -> argparse.ArgumentParser:
     "must be one worker, and the run starts when --max-slices slices are there",
   )
   return parser
+
+
+def _run(options: argparse.Namespace) -> int:
+  arguments = trainer_arguments(options, options.arguments)
+  config = load(arguments, repeats=False)
+  _check_config(config, options)
+  from trainer.launch.ray import job
+
+  return job.run(config, arguments, options)
+
+
+def trainer_arguments(options: argparse.Namespace, others: list[str]) -> list[str]:
+  """The arguments of `python -m trainer`: the others of this command, and the keys that it sets. Raises ConfigError for
+  wrong options."""
+  _check(options)
+  ours = ray_keys(options.min_slices, options.max_slices)
+  return [*others, *refuse_other(others, "trainer.launch.ray", ours)]
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -17,9 +17,9 @@ from trainer.cluster.launched import check, run_rules
 from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
-from trainer.process.signals import INTERRUPTED, requests
+from trainer.process.signals import requests
+from worlds.exit_codes import FAILED, INTERRUPTED
 from worlds.interruptions import Repeats
-from worlds.supervisor import FAILED
 
 _POLL_SECONDS = 1.0
 _END_SECONDS = 30.0  # from the end of the run to the end of Ray Train

@@ -11,12 +11,13 @@ from trainer.launch.ray import slices
 from trainer.launch.ray.slices import Environment, RaySlot, RayWorker
 from trainer.process import open_files
 from worlds import addresses
+from worlds.exit_codes import FAILED
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.failures import Failures
 from worlds.membership.rules import RunRules
 from worlds.membership.server import BACKLOG, Server
 from worlds.place import Place
-from worlds.supervisor import FAILED, log
+from worlds.supervisor import log
 
 _POLL_SECONDS = 0.1
 

@@ -128,7 +128,8 @@ class RayProgram:
 
   def _train(self) -> int:
     """The exit code of the program."""
-    from trainer.__main__ import BAD_INPUT, main
+    from trainer.__main__ import main
+    from worlds.exit_codes import BAD_INPUT
 
     try:
       os.chdir(self.folder)

@@ -27,21 +27,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import sys
 
 from input_pipeline.workers import WorkerLost, cores
-from trainer.config import load
-from trainer.config.errors import ConfigError, tell_end
+from trainer import commands
+from trainer.config import ConfigError, load
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
 from trainer.tools.tokenize import on_ray, run
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code."""
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.tools.tokenize", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-  )
+  parser = commands.parser(__doc__)
   parser.add_argument("arguments", nargs="+", metavar="CONFIG.yml key=value", help="as for python -m trainer")
   parser.add_argument("--output", metavar="FOLDER", help="local folder, new or of the same command")
   parser.add_argument("--preview", type=whole(1), metavar="N", help="print the first N documents")
@@ -52,30 +48,26 @@ def main(argv: list[str] | None = None) -> int:
     "--ray", metavar="ADDRESS", help="a Ray cluster: auto, HOST:PORT on one of its nodes, or ray://HOST:10001"
   )
   parser.add_argument("--part-megabytes", type=real(1e-6, 1e6), default=128.0, help="input of a file (default: 128)")
-  options = parser.parse_intermixed_args(argv)
+  return commands.main(parser, _tokenize, argv)
+
+
+def _tokenize(options: argparse.Namespace) -> None:
   if (options.output is None) == (options.preview is None):
-    parser.error("give --output FOLDER or --preview N")
-  try:
-    config = load(options.arguments)
-    if options.preview:
-      run.preview(config, options.preview)
-      return 0
-    part_bytes = round(options.part_megabytes * 1e6)
-    with contextlib.ExitStack() as stack:
-      write_parts: run.WriteParts = functools.partial(run.in_processes, options.processes)
-      if options.ray is not None:
-        write_parts = stack.enter_context(on_ray.connected(options.ray))
+    raise ConfigError("Give --output FOLDER or --preview N.")
+  config = load(options.arguments)
+  if options.preview:
+    run.preview(config, options.preview)
+    return
+  part_bytes = round(options.part_megabytes * 1e6)
+  with contextlib.ExitStack() as stack:
+    write_parts: run.WriteParts = functools.partial(run.in_processes, options.processes)
+    if options.ray is not None:
+      write_parts = stack.enter_context(on_ray.connected(options.ray))
+    try:
       run.run(config, options.output, options.records, part_bytes, write_parts)
-  except (ConfigError, OSError) as error:
-    return tell_end(error)
-  except WorkerLost as error:
-    remedy = "." if options.ray else "; fewer --processes need less memory."
-    print(f"error: {error} The same command continues{remedy}", file=sys.stderr)
-    return 1
-  except KeyboardInterrupt:
-    print("\nStopped. The same command continues.", file=sys.stderr)
-    return 130
-  return 0
+    except WorkerLost as error:
+      remedy = "." if options.ray else "; fewer --processes need less memory."
+      raise WorkerLost(f"{error} The same command continues{remedy}") from error
 
 
 if __name__ == "__main__":

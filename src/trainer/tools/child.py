@@ -1,36 +1,13 @@
-"""Exit codes of tools that import JAX."""
+"""Runs another command, and ends it with this process."""
 
 from __future__ import annotations
 
 import os
 import signal
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import BinaryIO
-
-from input_pipeline.storage import StorageError
-from trainer import cluster
-from trainer.checkpoint.errors import CheckpointError
-from trainer.config.errors import ConfigError, tell_end
-
-
-def exit_code(work: Callable[[], int | None], *expected: type[Exception]) -> int:
-  """Returns what `work` returns, None as 0; or the code of `tell_end` if the environment or the input is wrong, or
-  storage fails.
-
-  work: checks its input, then calls cluster.check_environment, then imports jax. expected: further errors of `work`
-  that mean wrong input.
-  """
-  wrong: tuple[type[Exception], ...] = (ConfigError, StorageError, CheckpointError, *expected)
-  try:
-    try:
-      return work() or 0
-    except (RuntimeError, AssertionError):
-      cluster.check_devices()  # if there are none, that is the reason
-      raise
-  except wrong as error:
-    return tell_end(error)
 
 
 def run_child(command: Sequence[str], output: BinaryIO | None = None) -> int:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
   from trainer.config.errors import ConfigError as ConfigError
   from trainer.library import Run as Run
   from trainer.library import load as load
-  from trainer.models.generation import Sampling as Sampling
   from trainer.weights.export import export_run as export_run
+  from trainer.weights.generation import Sampling as Sampling
   from trainer.weights.importing import import_folder as import_folder
   from trainer.weights.model import Model as Model
 
@@ -24,7 +24,7 @@ _PLACES = {
   "Example": "input_pipeline.batch",
   "Model": "trainer.weights.model",
   "Run": "trainer.library",
-  "Sampling": "trainer.models.generation",
+  "Sampling": "trainer.weights.generation",
   "Source": "input_pipeline.source",
   "export_run": "trainer.weights.export",
   "import_folder": "trainer.weights.importing",

@@ -6,8 +6,15 @@ import argparse
 import re
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
+from trainer.config.errors import ConfigError
 from worlds.exit_codes import BAD_INPUT, COMPLETE, FAILED, INTERRUPTED
+
+
+class _Parser(argparse.ArgumentParser):
+  def error(self, message: str) -> NoReturn:
+    raise ConfigError(f"{message}.\n--help describes every option.")
 
 
 def parser(doc: str) -> argparse.ArgumentParser:
@@ -15,7 +22,7 @@ def parser(doc: str) -> argparse.ArgumentParser:
   name = re.search(r"python -m [\w.]+", doc)
   assert name is not None, doc
   formatter = argparse.RawDescriptionHelpFormatter
-  return argparse.ArgumentParser(prog=name[0], description=doc, formatter_class=formatter, allow_abbrev=False)
+  return _Parser(prog=name[0], description=doc, formatter_class=formatter, allow_abbrev=False)
 
 
 def main(
@@ -37,16 +44,15 @@ def main(
   Other errors are raised. argv: None: the arguments of the process. rest: the option that gets the arguments that the
   parser does not have; "": there must be none. A body checks its input before it imports jax.
   """
-  if rest:
-    options, others = parser.parse_known_args(argv)
-    setattr(options, rest, others)
-  else:
-    options = parser.parse_intermixed_args(argv)
   from input_pipeline.workers import WorkerLost
   from trainer.checkpoint.errors import CheckpointError, Rejected
-  from trainer.config.errors import ConfigError
 
   try:
+    if rest:
+      options, others = parser.parse_known_args(argv)
+      setattr(options, rest, others)
+    else:
+      options = parser.parse_intermixed_args(argv)
     try:
       return body(options) or COMPLETE
     except (RuntimeError, AssertionError):

@@ -31,8 +31,8 @@ for command in json.load(open("commands.json")):
   words = shlex.split(command) if "-m trainer" in command else []
   os.environ.update(word.split("=", 1) for word in words[: words.index("-m") if words else 0] if "=" in word)
   print("$", command, flush=True)
-  if ".venv/bin/python -m trainer.config.document" in command:
-    from trainer.config import document
+  if ".venv/bin/python -m trainer.tools.document" in command:
+    from trainer.tools import document
     document.main()
   elif ".venv/bin/python -m trainer " in command:
     from trainer.__main__ import main

@@ -8,8 +8,8 @@ from tests.support import hf_folders
 from tests.support.seeds import few
 
 from trainer.config.schema import Config
-from trainer.models.generation import Sampling
 from trainer.tools import export_hf
+from trainer.weights.generation import Sampling
 from trainer.weights.model import Model
 
 torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")

@@ -15,9 +15,9 @@ from tests.support.seeds import few
 from input_pipeline.tokenizer import load_bpe
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
-from trainer.models import generation
-from trainer.models.generation import Sampling
 from trainer.tools import generate
+from trainer.weights import generation
+from trainer.weights.generation import Sampling
 from trainer.weights.model import Model
 
 PROMPTS = [[5, 9, 2], list(range(40)), [7]]

@@ -14,9 +14,8 @@ from input_pipeline.chat_template import Template
 from input_pipeline.conversations import ChatTokenizer, marked
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
 from trainer.config.schema import Config
-from trainer.models import generation
 from trainer.tools import generate
-from trainer.weights import export, sample, tokenizers
+from trainer.weights import export, generation, sample, tokenizers
 from trainer.weights.model import Model
 
 SPECIAL = ["<s>", "</s>"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import re
 import textwrap
 from collections.abc import Mapping
 
-from trainer.config.document import literal
-from trainer.config.keys import all_fields, all_keys
+import yaml
+
+from trainer.config.keys import Scalar, all_fields, all_keys
 from trainer.config.schema import Config
 
 USAGE = """\
@@ -55,3 +58,19 @@ def print_config(config: Config, origins: Mapping[str, str] | None = None) -> st
 def _printable(origin: str) -> str:
   """A file name may have characters that would end the comment."""
   return origin if origin.isprintable() else ascii(origin)
+
+
+def literal(value: Scalar) -> str:
+  """The value as YAML on one line, in the shortest form that reads back: plain, 'quoted' or "escaped"."""
+  if isinstance(value, bool):
+    return str(value).lower()
+  if not isinstance(value, str):
+    return repr(value)
+  # A word that YAML reads as another type (null, 1e3, a date) needs quotes too.
+  if re.fullmatch(r"[\w/~]([\w./~+-]| (?! |$))*", value, re.ASCII) and yaml.safe_load(value) == value:
+    return value
+  if value.isprintable():
+    return "'" + value.replace("'", "''") + "'"
+  # YAML has the escapes of JSON except surrogate pairs. JSON does not escape DEL and some line separators.
+  quoted = json.dumps(value, ensure_ascii=False)
+  return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", quoted)

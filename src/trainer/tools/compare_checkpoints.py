@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 
 from trainer import commands
-from trainer.checkpoint import array_parts, checksums, run_id
+from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import screen
+from trainer.weights import array_parts
 from trainer.world import SINGLE_WORLD
 
 _BLOCK = 1 << 20  # values that are compared at once

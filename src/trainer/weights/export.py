@@ -17,11 +17,11 @@ import trainer
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.checkpoint import run_id
-from trainer.checkpoint.array_parts import ArrayParts
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
 from trainer.weights import hf_config, layers, names, safetensors, sources, tokenizers
+from trainer.weights.array_parts import ArrayParts
 from trainer.weights.folders import new_folder
 from trainer.weights.importing import ByteProgress
 from trainer.weights.sources import WeightSource

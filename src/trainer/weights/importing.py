@@ -6,13 +6,13 @@ import json
 from collections.abc import Callable
 
 from input_pipeline.places import Place
-from trainer.checkpoint import one_by_one, run_id
+from trainer.checkpoint import run_id
 from trainer.checkpoint.errors import Rejected
 from trainer.config import cli
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.observe import files
-from trainer.weights import sources
+from trainer.weights import one_by_one, sources
 from trainer.weights.folders import new_folder
 from trainer.weights.sources import WeightSource
 

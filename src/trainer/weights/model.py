@@ -17,11 +17,10 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection, RematPolicy
 from trainer.kernels import grouped_matmul, projection
 from trainer.kernels.attention_xla import dot_product
-from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
-from trainer.models.generation import DEFAULT, Sampling
 from trainer.models.layers import Kernels
-from trainer.weights import sources, tokenizers
+from trainer.weights import generation, sources, tokenizers
+from trainer.weights.generation import DEFAULT, Sampling
 from trainer.weights.sources import WeightSource
 
 

@@ -9,11 +9,11 @@ import jax
 
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import Tokenizer
-from trainer.models import generation
 from trainer.models.decoder import DecoderFunctions, Params
-from trainer.models.generation import Sampling
 from trainer.process.signals import StopRequested
 from trainer.run.plugins import Completed, Plugin
+from trainer.weights import generation
+from trainer.weights.generation import Sampling
 
 _TOKENS = 64  # of a sample
 

@@ -17,7 +17,7 @@ from input_pipeline.locks import FolderLock
 from input_pipeline.options import DataOptions
 from input_pipeline.places import Place
 from trainer.checkpoint import run_id
-from trainer.checkpoint.arrays import tiles, verified_load
+from trainer.checkpoint.arrays import verified_load
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.together import together
@@ -25,7 +25,7 @@ from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
-from trainer.weights import hf_config, layers, names, safetensors
+from trainer.weights import hf_config, layers, names, safetensors, tiles
 from trainer.world import SINGLE_WORLD, World, from_primary
 from worlds.lines import warn
 

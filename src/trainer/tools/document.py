@@ -1,29 +1,26 @@
-"""Writes configs/base.yml and docs/configuration.md from the schema: `python -m trainer.config.document`."""
+"""Writes configs/base.yml and docs/configuration.md from the schema: `python -m trainer.tools.document`."""
 
 from __future__ import annotations
 
-import json
-import re
 import sys
 import textwrap
 from collections.abc import Iterator
 
-import yaml
-
+from trainer.config.cli import literal
 from trainer.config.files import package_root
-from trainer.config.keys import Key, Scalar, all_keys, unwrapped
+from trainer.config.keys import Key, all_keys, unwrapped
 from trainer.config.schema import Config
 
 _BASE_HEAD = """\
 # Every key with its default and meaning. Generated from src/trainer/config/schema.py by
-# `.venv/bin/python -m trainer.config.document`; a test compares the two. The values here are defaults and not choices
+# `.venv/bin/python -m trainer.tools.document`; a test compares the two. The values here are defaults and not choices
 # of the user: a model that model_name names replaces them without a conflict.
 """
 
 _PAGE_HEAD = """\
 # Configuration
 
-Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.config.document`. Do not edit this page.
+Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.tools.document`. Do not edit this page.
 
     .venv/bin/python -m trainer CONFIG.yml key=value ...
     .venv/bin/python -m trainer CONFIG.yml key=value ... --print-config
@@ -53,22 +50,6 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.co
   exits with code 2 before it touches a device or writes a file. For keys of MaxText that have no meaning here, and for
   options of xpk, gcluster, torchrun and Ray, the message says what to use instead.
 """
-
-
-def literal(value: Scalar) -> str:
-  """The value as YAML on one line, in the shortest form that reads back: plain, 'quoted' or "escaped"."""
-  if isinstance(value, bool):
-    return str(value).lower()
-  if not isinstance(value, str):
-    return repr(value)
-  # A word that YAML reads as another type (null, 1e3, a date) needs quotes too.
-  if re.fullmatch(r"[\w/~]([\w./~+-]| (?! |$))*", value, re.ASCII) and yaml.safe_load(value) == value:
-    return value
-  if value.isprintable():
-    return "'" + value.replace("'", "''") + "'"
-  # YAML has the escapes of JSON except surrogate pairs. JSON does not escape DEL and some line separators.
-  quoted = json.dumps(value, ensure_ascii=False)
-  return re.sub(r"[^ -~]", lambda found: f"\\U{ord(found[0]):08x}", quoted)
 
 
 def base_yaml() -> str:

@@ -14,9 +14,9 @@ import numpy as np
 
 from input_pipeline.places import Place
 from trainer.checkpoint import s3, step_folders
-from trainer.checkpoint.array_parts import BLOCK
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import Rejected
+from trainer.weights.array_parts import BLOCK
 
 _AT_ONCE = 4  # arrays that are written at the same time
 

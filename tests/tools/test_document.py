@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from trainer.config import Config, load
-from trainer.config.cli import help_text, print_config
-from trainer.config.document import base_yaml, literal, page
+from trainer.config.cli import help_text, literal, print_config
 from trainer.config.files import package_root, read_yaml
 from trainer.config.keys import all_keys
+from trainer.tools.document import base_yaml, page
 
-REMEDY = "run `python -m trainer.config.document` and commit the files that it writes"
+REMEDY = "run `python -m trainer.tools.document` and commit the files that it writes"
 BUDGET = 123  # data in Python (grain_dataset) cannot be named by another key
 
 

@@ -15,9 +15,9 @@ import numpy as np
 
 from input_pipeline.places import Place
 from trainer.checkpoint import s3
-from trainer.checkpoint.arrays import tiles
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
+from trainer.weights import tiles
 
 BLOCK = 2 << 20  # bytes that are read at once: to allocate more costs several times as much as to read them
 _REMOTE_BLOCK = 32 << 20  # from an object store, where each read is a request

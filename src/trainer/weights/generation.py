@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from trainer.config.errors import ConfigError
-from trainer.models import cached
 from trainer.models.decoder import DecoderFunctions, Params
+from trainer.weights import cached
 
 _LEAST_TEMPERATURE = 1e-4  # logits that are divided by less may become infinite
 _LENGTHS = 64  # longer prompts and caches have multiples of it, shorter ones a power of 2: few programs are compiled

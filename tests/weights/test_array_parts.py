@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from trainer.checkpoint.array_parts import ArrayParts
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection
+from trainer.weights.array_parts import ArrayParts
 from trainer.world import SINGLE_WORLD
 
 
@@ -25,7 +25,7 @@ def test_parts_of_a_stored_array(tmp_path, monkeypatch, spec):
   persistent.save(1, {"params": {"w": array}}, {})
   expected = persistent.verified(1)["arrays"]["params.w"]["fingerprint"]
   persistent.close()
-  monkeypatch.setattr("trainer.checkpoint.array_parts.BLOCK", 100)  # rows come in several reads
+  monkeypatch.setattr("trainer.weights.array_parts.BLOCK", 100)  # rows come in several reads
   read, get = [], ArrayParts._get
   monkeypatch.setattr(ArrayParts, "_get", lambda *args: read.append(get(*args)) or read[-1])
   parts, found = ArrayParts(tmp_path / "1"), Blocks()

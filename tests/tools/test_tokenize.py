@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import os
-import pickle
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-import types
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support.command import cpu_environment, is_running
+from tests.support.command import is_running
 from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_gzip, write_jsonl, write_parquet
 
 from input_pipeline import array_record, datasets
@@ -288,93 +284,3 @@ def test_the_progress_ends_with_a_line_unless_the_work_has_failed(capsys):
 def test_wrong_numbers_are_refused_with_the_rule(option, rule, capsys):
   assert main(["configs/base.yml", "--output=x", option]) == 2
   assert f"argument {option.partition('=')[0]}: {rule}" in capsys.readouterr().err
-
-
-# ---- on a Ray cluster
-
-
-class FakeRay(types.ModuleType):
-  """Runs each task when its result is asked for. `broken`: errors of the first results."""
-
-  class exceptions:
-    class RayError(Exception):
-      pass
-
-    class RayTaskError(RayError):
-      pass
-
-  def __init__(self, *broken: Exception) -> None:
-    super().__init__("ray")
-    self.broken, self.events = list(broken), []
-
-  def init(self, **options) -> None:
-    self.events.append(options["address"])
-
-  def shutdown(self) -> None:
-    self.events.append("shutdown")
-
-  def remote(self, function):
-    task = types.SimpleNamespace(remote=lambda *arguments: functools.partial(function, *arguments))
-    task.options = lambda **options: task
-    return task
-
-  def put(self, value):
-    return pickle.loads(pickle.dumps(value))
-
-  def wait(self, waiting, num_returns):
-    return waiting[-1:], waiting[:-1]  # they end in another order
-
-  def get(self, result):
-    if self.broken:
-      raise self.broken.pop()
-    return result()
-
-
-def test_on_ray_it_writes_the_same_bytes(tmp_path, monkeypatch, capsys):
-  source, fake = corpus(tmp_path, files=5), FakeRay()
-  assert finished(start(source, tmp_path / "here"))[0] == 0
-  arguments = [option for option in command(source, tmp_path / "ray", "--ray=auto")[3:] if "--processes" not in option]
-  monkeypatch.setitem(sys.modules, "ray", None)
-  code, text = run_in_process(arguments)
-  assert code == 2 and "--ray needs the package ray" in text and len(text.splitlines()) == 1
-  monkeypatch.setitem(sys.modules, "ray", fake)
-  with socket.create_server(("127.0.0.1", 0)) as server:
-    closed = f"127.0.0.1:{server.getsockname()[1]}"
-  for address, reason in ((closed, "Connection refused"), ("nonsense", "it has no host and port")):
-    code, text = run_in_process([*arguments, f"--ray={address}"])
-    assert code == 2 and f"--ray={address}: no Ray cluster answers there" in text and reason in text
-    assert len(text.splitlines()) == 1
-  assert not fake.events and not (tmp_path / "ray").exists()
-
-  fake.broken = [fake.exceptions.RayError("The node died.")]
-  code, text = run_in_process(arguments)
-  assert code == 1 and "part" in text and "The node died. The same command continues.\n" in text
-  fake.broken = [fake.exceptions.RayTaskError("Traceback\nModuleNotFoundError: no module")]
-  code, text = run_in_process(arguments)
-  assert code == 2 and "fails on the cluster: ModuleNotFoundError: no module" in text
-  assert fake.events == ["auto", "shutdown"] * 2
-  assert run_in_process(arguments) == (0, "") and tree(tmp_path / "ray") == tree(tmp_path / "here")
-  assert main([*arguments, "--processes=999"]) == 2
-  assert "--processes: not allowed with argument --ray" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_on_a_real_cluster_that_loses_a_node_it_writes_the_same_bytes(tmp_path):
-  pytest.importorskip("ray")
-  source, output = corpus(tmp_path, files=24), tmp_path / "ray"
-  assert finished(start(source, tmp_path / "here"))[0] == 0
-  arguments = [option for option in command(source, output) if "--processes" not in option]
-  pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-  environment = cpu_environment({})
-  program = [sys.executable, "-m", "tests.support.ray_cluster", "1", "1"]
-  with subprocess.Popen(program, cwd=ROOT, env=environment, **pipes) as cluster:
-    try:
-      address = cluster.stdout.readline().strip()
-      process = subprocess.Popen([*arguments, f"--ray={address}"], cwd=ROOT, env=environment)
-      wait_until(lambda: list(output.glob(".unfinished/*-*.json")))
-      cluster.stdin.write("remove\n")
-      cluster.stdin.flush()
-      assert process.wait(LIMIT) == 0
-    finally:
-      cluster.stdin.close()
-  assert tree(output) == tree(tmp_path / "here")

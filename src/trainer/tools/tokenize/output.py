@@ -104,13 +104,6 @@ class Output:
     assert known is not None, part
     return hashes_of(known)
 
-  def write(self, part: Part, data: bytes) -> None:
-    """Writes the file of a part that another machine has made. Raises ConfigError if it cannot be written."""
-    try:
-      _write_bytes(self.path(part), data)
-    except OSError as error:
-      raise ConfigError(f"{self.path(part)} cannot be written: {error}") from error
-
   def finish(self, part: Part, counts: dict[str, Any]) -> None:
     """Records that the file of a part is complete."""
     _write(self._counts_of(part), counts)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,19 +27,13 @@ from trainer.tools.tokenize.output import Output, Part, hashes_of
 from trainer.tools.tokenize.part import TokenizeJob
 from trainer.tools.tokenize.progress import TokenProgress
 
-Written = Generator[tuple[Part, dict[str, Any]], None, None]
-"""Parts and their counts, each when its file is complete."""
-WriteParts = Callable[[TokenizeJob, Output, Sequence[Part], Callable[[int], None]], Written]
-"""Writes parts. The function gets the number of tokens that have been added, in any thread."""
-
 _PREVIEWED = 20_000  # characters that are tokenised at a time
 
 
-def run(config: Config, output: str, records: str, part_bytes: int, write_parts: WriteParts) -> None:
+def run(config: Config, output: str, records: str, part_bytes: int, processes: int) -> None:
   """Writes the dataset of `config` to the folder `output`, or what is missing there.
 
-  write_parts: `in_processes`, or those of a cluster. Raises ConfigError for wrong input, WorkerLost if a process of
-  this tool was killed.
+  Raises ConfigError for wrong input, WorkerLost if a process of this tool was killed.
   """
   data, vocab_size = config.data, config.model.vocab_size
   remote.require_address(f"--output={output}", output)
@@ -72,7 +65,7 @@ def run(config: Config, output: str, records: str, part_bytes: int, write_parts:
     if len(left) < len(parts):
       print(f"{len(parts) - len(left)} of {len(parts)} parts are complete already.", flush=True)
     if left:
-      _write(job, folder, left, write_parts, known)
+      _write(job, folder, left, processes, known)
     folder.require_few_bad(data.max_bad_records)
     totals = folder.conclude()
   for split, total in totals.items():
@@ -139,24 +132,15 @@ class _Inputs:
     return dataclasses.replace(self._job.splits[part.split], pieces=part.pieces)
 
 
-def in_processes(
-  processes: int, job: TokenizeJob, folder: Output, left: Sequence[Part], report: Callable[[int], None]
-) -> Written:
-  """Implements `WriteParts` with so many processes."""
-  with Workers(min(processes, len(left))) as workers:
+def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], processes: int, known: _Inputs) -> None:
+  """Lets so many processes write the parts. A part is complete when its counts are recorded."""
+  with TokenProgress(sum(part.size for part in left)) as progress, Workers(min(processes, len(left))) as workers:
 
     def write(part: Part) -> dict[str, Any]:
       work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part))
-      return workers.call(work, f"it wrote part {part.number} of {part.split}", report)
+      return workers.call(work, f"it wrote part {part.number} of {part.split}", progress.add_tokens)
 
-    yield from workers.each(write, left)
-
-
-def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], write_parts: WriteParts, known: _Inputs) -> None:
-  progress = TokenProgress(sum(part.size for part in left))
-  written = write_parts(job, folder, left, progress.add_tokens)
-  with progress, contextlib.closing(written):
-    for part, counts in written:
+    for part, counts in workers.each(write, left):
       known.keep(part, hashes_of(counts))
       folder.finish(part, counts)
       for message in counts["bad"]:

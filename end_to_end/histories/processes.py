@@ -131,7 +131,7 @@ def plan(scenario: Scenario, seed: int) -> Plan:
     seconds = chance.choice([1, 5, 20, 90]) * chance.uniform(0.5, 1.0) if kind == "bucket" else 0.0
     faults.append(Fault(step, kind, chance.choice(scenario.counts) + (kind == "starts"), delay, seconds))
   slices, shares = chance.choice(scenario.slices), chance.choice(scenario.shares)
-  keys = (f"elastic_min_slice_count={chance.choice([1, 1, -1, 2])}", f"exchange_streams={chance.choice([1, 2])}")
+  keys = (f"elastic_min_slice_count={chance.choice([1, 1, -1, 2])}",)
   options = ("--spares", "1") if chance.random() < 0.2 else ()
   slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < scenario.slow else ""
   return Plan(slices, shares, keys, options, output, slowed, tuple(sorted(faults, key=lambda fault: fault.step)))

@@ -58,7 +58,6 @@ REFUSED = [
   (["learning_rate_schedule_steps=0"], "must be positive"),
   (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),
   (["adam_b2=1"], "must be below 1"),
-  (["exchange_streams=0"], "exchange_streams=0: slices need a connection"),
   (["exchange_network=10.1.0.0/33"], "Give a subnet such as 10.1.0.0/16"),
   (["elastic_slow_factor=0.9"], "Use more than 1, or 0."),
   (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),

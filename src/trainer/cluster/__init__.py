@@ -87,7 +87,9 @@ def _join(
       f"num_slices={cfg.num_slices}: cluster=multiprocess divides the global batch among num_slices slices for the "
       "life of the run.\nSet num_slices to the number of slices of the full run."
     )
-  place = dataclasses.replace(place, streams=launched.exchange_streams(elastic.exchange_streams, cfg.num_slices))
+  from worlds.exchange.thread_pool import best_streams  # here: a launcher needs no NumPy
+
+  place = dataclasses.replace(place, streams=best_streams(cfg.num_slices))
   if elastic.exchange_network:
     place = dataclasses.replace(place, host=launched.exchange_host(elastic.exchange_network))
   supervisor = worker.supervise(rules) if worker is not None and rules is not None else None

@@ -60,13 +60,6 @@ def place(environment: Mapping[str, str]) -> Place:
     raise ConfigError(f"cluster=multiprocess: {error}") from error
 
 
-def exchange_streams(streams: int, slices: int) -> int:
-  """Connections between two of so many slices: `exchange_streams`, or the best number."""
-  from worlds.exchange.thread_pool import best_streams  # here: a launcher needs no NumPy
-
-  return best_streams(slices) if streams == -1 else streams
-
-
 def exchange_host(network: str) -> str:
   """The address of this host on the network `exchange_network`. Raises ConfigError if there is none."""
   if sys.platform != "linux":

@@ -49,7 +49,7 @@ def multiprocess_conflicts(elastic: ElasticSection) -> Iterator[str]:
 
 def single_controller_conflicts(elastic: ElasticSection, cluster: str) -> Iterator[str]:
   """Refuses keys of slices that are processes: on this kind of cluster, one program sums the slices."""
-  names = "shares_per_slice", "exchange_network", "exchange_streams", "elastic_slow_factor"
+  names = "shares_per_slice", "exchange_network", "elastic_slow_factor"
   for name, value, default in _given(elastic, *names):
     yield (
       f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"

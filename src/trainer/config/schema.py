@@ -394,8 +394,6 @@ class ElasticSection(Section):
   """Slices as separate processes: the network on which they exchange gradients. A network interface (eth1) or a subnet
   (10.1.0.0/16); every host must have an address there. "": the address that a host has towards the supervisor, or that
   its launcher gives."""
-  exchange_streams: int = Field(-1, ge=-1, le=64)
-  """Slices as separate processes: TCP connections between two slices, per process. -1: chosen."""
   elastic_min_resize_interval_seconds: float = Field(30.0, ge=0, le=1e9)
   """Shortest time between the last resize and growing again, in seconds. It limits the cost of a slice that comes and
   goes."""

@@ -370,8 +370,6 @@ def _elastic(
 def _exchange(elastic: ElasticSection) -> Iterator[str]:
   if 0 < (factor := elastic.elastic_slow_factor) <= 1:
     yield f"elastic_slow_factor={factor:g}: would replace slices that are not slow.\nUse more than 1, or 0."
-  if elastic.exchange_streams == 0:
-    yield "exchange_streams=0: slices need a connection.\nUse at least 1, or -1."
   if "/" in (network := elastic.exchange_network):  # no network interface has such a name
     try:
       ipaddress.ip_network(network, strict=False)

@@ -33,7 +33,7 @@ _REPLAY_KEYS = (
   "eval_sets= target_eval_loss=0 witness_period=0 services= "
   "enable_report=false profiler= sample_prompt= fault_injection="
 ).split()
-_OF_WORLDS = "shares_per_slice=-1 exchange_network= exchange_streams=-1 elastic_slow_factor=0 cluster_standin=".split()
+_OF_WORLDS = "shares_per_slice=-1 exchange_network= elastic_slow_factor=0 cluster_standin=".split()
 # How the same numbers are computed, up to the order of sums: a replay may change these keys, and its bits are others.
 _HOW = {"attention", "scan_layers", "remat_policy", "custom_remat", "per_device_batch_size"}
 _HOW |= {"gradient_accumulation_steps", "compile_xla_flags"}

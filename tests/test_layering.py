@@ -39,9 +39,9 @@ CORE = (
 )
 # Programs around the core, which reach it through run/plugins.py. `defaults` names them to the command and the library.
 WORKSHOP = (
-  {"services", "report", "trust"},
+  {"services", "report"},
   {"weights"},
-  {"preflight"},
+  {"preflight", "trust"},
   {"defaults"},
   {"__main__", "library"},
   {"launch", "tools"},

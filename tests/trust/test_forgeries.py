@@ -17,8 +17,8 @@ from tests.support.command import ROOT, TINY, cpu_environment
 import trainer
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
-from trainer.tools import replay, verify
-from trainer.trust import receipt
+from trainer.tools import verify
+from trainer.trust import receipt, replay
 from trainer.trust.lines import FILE, sealed
 
 KEYS = (

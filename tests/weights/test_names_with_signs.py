@@ -13,8 +13,7 @@ from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.tools import compare_checkpoints
-from trainer.weights import sources
+from trainer.weights import array_parts, sources
 from trainer.weights.model import Model
 
 
@@ -30,7 +29,7 @@ def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
   assert run_id.split(run) == (run, "") and run_id.split(f"{run}@5") == (run, "5")
   for place in (run, f"{run}@5", f"{run}/"):
     assert sources.open_source(place).directory.rstrip("/") == run
-    assert compare_checkpoints.entries(place)
+    assert array_parts.entries(place)
     assert Model.from_run(place).longest
   assert run_id.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
   with pytest.raises(ConfigError, match=r"'six' is not the number of a step"):
@@ -39,7 +38,7 @@ def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
 
 def test_a_folder_with_a_colon_is_no_step_of_another(run, tmp_path):
   (tmp_path / "x@6").rename(tmp_path / "y:2024")
-  assert compare_checkpoints.entries(f"{tmp_path}/y:2024")
+  assert array_parts.entries(f"{tmp_path}/y:2024")
 
 
 def test_the_tokenizer_of_a_model_in_a_folder_with_the_name_of_a_step(tmp_path):

@@ -6,35 +6,15 @@ memory of two arrays. Exit code 0: all are equal; 1: not; 2: wrong input.
 
 from __future__ import annotations
 
-import functools
-import os
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from trainer import commands
-from trainer.checkpoint import checksums, run_id
-from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
-from trainer.config.errors import ConfigError
 from trainer.observe import screen
-from trainer.weights import array_parts
-from trainer.world import SINGLE_WORLD
+from trainer.weights.array_parts import Entries, entries
 
 _BLOCK = 1 << 20  # values that are compared at once
-
-
-@dataclass(frozen=True)
-class Entry:
-  """An array that can be read."""
-
-  shape: tuple[int, ...]
-  dtype: np.dtype
-  read: Callable[[], np.ndarray]
-
-
-Entries = dict[str, Entry]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,34 +29,6 @@ def _compare(a: str, b: str) -> int:
   lines = list(differences(ours, theirs, (a, b)))
   print(*lines, f"{len(ours.keys() & theirs.keys())} arrays compared, {len(lines)} differences", sep="\n")
   return 1 if lines else 0
-
-
-def entries(place: str) -> Entries:
-  """The arrays of the checkpoint that `place` names. Raises ConfigError, CheckpointError, and Rejected for a checkpoint
-  that is damaged."""
-  place = os.path.expanduser(place).rstrip("/")
-  folder = run_id.folder(place)
-  if (folder / META).exists():
-    manifest, meta = (checksums.parse(checksums.read(folder / name), name) for name in (MANIFEST, META))
-    checksums.check(folder, manifest)
-    return of_checkpoint(folder, meta)
-  run, named = run_id.split(place)
-  step = int(named) if named else None
-  folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
-  steps = folders.steps()
-  if not steps or step not in (None, *steps):
-    there = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
-    raise ConfigError(f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint.")
-  number = steps[-1] if step is None else step
-  return of_checkpoint(folders.directory / str(number), folders.verify(number))
-
-
-def of_checkpoint(folder: Any, meta: dict[str, Any]) -> Entries:
-  """{name: array} of a committed checkpoint."""
-  import ml_dtypes  # noqa: F401 -- numpy knows bfloat16 then
-
-  read = lambda name: functools.partial(array_parts.read_whole, folder, name)
-  return {name: Entry(tuple(x["shape"]), np.dtype(x["dtype"]), read(name)) for name, x in meta["arrays"].items()}
 
 
 def differences(ours: Entries, theirs: Entries, names: tuple[str, str]) -> Iterator[str]:

@@ -22,7 +22,7 @@ from trainer.config import ConfigError, load
 from trainer.config.keys import is_answered
 from trainer.observe import screen
 from trainer.observe.metrics import read_metrics
-from trainer.tools.child import run_child
+from trainer.process.child import run_child
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
 _CONFIG = "configs/elastic_demo.yml"

@@ -12,8 +12,10 @@ from tests.support.command import TINY
 import trainer
 from input_pipeline.synthetic import SyntheticSource
 from trainer.config.errors import ConfigError
-from trainer.tools import compare_checkpoints, replay, verify
+from trainer.tools import compare_checkpoints, verify
+from trainer.trust import replay
 from trainer.trust.lines import FILE
+from trainer.weights.array_parts import Entry
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "
@@ -176,7 +178,7 @@ def test_a_damaged_checkpoint_is_no_input_of_a_comparison(run, capsys):
 
 
 def test_differences_are_counted_in_values_and_bits():
-  entry = lambda x: compare_checkpoints.Entry(x.shape, x.dtype, lambda: x)
+  entry = lambda x: Entry(x.shape, x.dtype, lambda: x)
   x = np.array([1.0, -2.0, np.nan, 0.0], np.float32)
   y = x.copy()
   y[1] = np.nextafter(np.float32(-2), np.float32(-3))

@@ -1,4 +1,4 @@
-"""Computes steps of a run again, in a folder that is deleted afterwards, for `trainer.tools.verify`."""
+"""Computes steps of a run again, in a folder that is deleted afterwards, for `verify.py`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import yaml
 
-import trainer
 from trainer.checkpoint import checksums, run_id
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
+from trainer.config.load import load
 from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STATE, FREE
-from trainer.tools import compare_checkpoints
-from trainer.tools.child import run_child
+from trainer.process.child import run_child
 from trainer.trust import receipt
 from trainer.trust.lines import Line, check
+from trainer.weights import array_parts
 from trainer.world import SINGLE_WORLD
 
 _REPLAY_KEYS = (
@@ -66,7 +66,7 @@ class Replay:
     step = max(self.lines)
     if step not in _checkpoints(self.folders[0]):
       return None
-    ours, theirs = (compare_checkpoints.entries(f"{folder}@{step}") for folder in self.folders)
+    ours, theirs = (array_parts.entries(f"{folder}@{step}") for folder in self.folders)
     return max(((name, _distance(ours[name].read(), theirs[name].read())) for name in theirs), key=lambda one: one[1])
 
 
@@ -102,7 +102,7 @@ def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequenc
     target = Path(folder) / "replay"
     file, (program, changes) = Path(folder) / "config.yml", _plan(start, last, folder, keys)
     file.write_text(yaml.safe_dump(start["config"]))
-    config = trainer.load(file, *changes)
+    config = load([str(file), *changes])
     if base:
       _lend(f"{run}/checkpoints/{base}", target / "checkpoints" / str(base))
     print(f"Computing steps {base + 1} to {last} again ...", flush=True)

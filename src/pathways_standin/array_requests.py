@@ -215,7 +215,6 @@ def _usable(session: ClientSession, handles: Iterable[int]) -> list[Array]:
 
 
 def _put(session: ClientSession, spec: Spec, values: Sequence[np.ndarray]) -> Array:
-  """A new array with these values, one for each device."""
   where = spec.placement
   with session.slices.lock:
     shards = [

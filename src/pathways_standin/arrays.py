@@ -32,12 +32,10 @@ class Array:
 
   @property
   def devices(self) -> tuple[int, ...]:
-    """The device of each shard."""
     return self.spec.placement.devices
 
   @property
   def memory(self) -> str:
-    """The kind of memory."""
     return self.spec.placement.memory
 
   def error(self) -> Status | None:

@@ -32,7 +32,6 @@ class Devices:
     self.client = self.all[0].client
 
   def slice_of(self, device: int) -> int:
-    """The slice of a device."""
     return device // self.per_slice
 
   def index_map(self, op_sharding: bytes, devices: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[slice, ...]]:

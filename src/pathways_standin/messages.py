@@ -84,7 +84,6 @@ def library() -> pathlib.Path:
 
 
 def _extract(path: pathlib.Path) -> dict[str, descriptor_pb2.FileDescriptorProto]:
-  """All file descriptors in a binary, by file name."""
   found: dict[str, descriptor_pb2.FileDescriptorProto] = {}
   with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
     for match in _NAME.finditer(data):

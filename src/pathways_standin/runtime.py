@@ -48,7 +48,6 @@ class Runtime:
     return results.disassemble_into_single_device_arrays() if executable.outputs else []
 
   def _join(self, shards: Sequence[Any], devices: tuple[int, ...], memory: str) -> Any:
-    """One argument of an executable from its shards."""
     if len(shards) == 1:
       return shards[0]
     key = (devices, memory)

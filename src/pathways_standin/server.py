@@ -24,8 +24,6 @@ _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requ
 
 
 class Server:
-  """A running server."""
-
   def __init__(self, slices: int, devices_per_slice: int, device_kind: str, address: str) -> None:
     """address: as gRPC has it; port 0 chooses one.
 

@@ -190,7 +190,6 @@ class Slices:
       self._release(slice_id, gate)
 
   def _release(self, slice_id: int, gate: Gate) -> None:
-    """Ends this hang of the slice, not a later one."""
     with self.lock:
       if self._hung.get(slice_id) is gate:
         del self._hung[slice_id]

@@ -58,7 +58,6 @@ class Service:
     return address if address.startswith("unix:") else f"{address.rpartition(':')[0]}:{port}"
 
   def sessions(self) -> list[ClientSession]:
-    """The sessions of connected clients."""
     return list(self._sessions.values())
 
   def drop(self) -> int:

@@ -154,7 +154,6 @@ def has_transfers_between_slices(module: Module) -> bool:
 
 
 def _megascale(send: Instruction, times: float) -> Collective:
-  """Returns a transfer between slices."""
   kind = re.search(r'_xla_megascale_transfer_type="(\w+)"', send.rest)
   slices = _target_slices(send)
   name = kind.group(1).lower().replace("_", "-") if kind else "send"

@@ -224,7 +224,6 @@ def bytes_moved(module: Module, computation: Computation, instruction: Instructi
 
 
 def _outputs(instruction: Instruction, inner: Computation | None) -> list[tuple[int, Array]]:
-  """Returns the new results of an instruction with their positions."""
   if inner is not None and inner.root.target == "AsyncCollectiveStart":
     return [(1, instruction.result[1])]  # position 0 is the operand
   return list(enumerate(written(instruction)))
@@ -297,7 +296,6 @@ def _write(
   index: int,
   array: Array,
 ) -> float:
-  """Returns the bytes written to result `index`."""
   if inner is None:
     if instruction.opcode in _UPDATES:
       return _shape(computation, instruction.operands[1]).bytes

@@ -94,7 +94,6 @@ def attention(computation: Computation, kernel: Instruction) -> Attention | None
 
 
 def _stated(kernel: Instruction) -> float | None:
-  """Returns the FLOPs that `kernel` states, None if it states none."""
   stated = _STATED.search(_config(kernel))
   part = _PART.search(kernel.source)
   return float(stated.group(1)) / (int(part.group(1)) if part else 1) if stated else None

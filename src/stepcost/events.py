@@ -196,7 +196,6 @@ class Decoder:
     return self._called(instruction)[0].root.target in ("AsyncCollectiveStart", "AsyncCollectiveDone")
 
   def _started(self, computation: Computation, start: Instruction) -> tuple[Site, ...]:
-    """Returns the transfers that an asynchronous instruction starts."""
     base = start.opcode.removesuffix("-start")
     if base in _COPIES:
       moved = costs.bytes_moved(self._module, computation, start)

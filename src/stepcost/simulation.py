@@ -128,7 +128,6 @@ class _Player:
     return Transfer(site, calls, needed, exposed, computed, self._longest.get(site, ""))
 
   def _play(self, computation: Computation, arguments: list[_Value]) -> _Value:
-    """Executes `computation` and returns its result."""
     values: dict[str, _Value] = {}
     for parameter, argument in zip(computation.parameters, arguments):
       if argument is not None:
@@ -260,7 +259,6 @@ class _Player:
     return operand
 
   def _end(self, event: Event, operand: _Value) -> None:
-    """Waits for the transfers of the operand of a `-done`."""
     handle = _handle(operand)
     name = event.instruction.name
     if handle is None:
@@ -275,7 +273,6 @@ class _Player:
     self._problems[text] = None
 
   def _call(self, caller: Computation, event: Event, operands: list[_Value]) -> _Value:
-    """Runs the computations that an instruction calls, and returns their result."""
     instruction = event.instruction
     called = [self._module.computations[name] for name in event.called]
     if event.action is Action.CALL:
@@ -348,7 +345,6 @@ class _Player:
 
 
 def _handle(value: _Value) -> _Handle | None:
-  """Returns the first handle in a result."""
   if isinstance(value, tuple):
     return next((handle for handle in map(_handle, value) if handle is not None), None)
   assert value is None or isinstance(value, _Handle)

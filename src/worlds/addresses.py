@@ -13,7 +13,6 @@ _REQUEST = 40  # bytes of each in the answer: the name in the first 16, the addr
 
 
 def join(host: str, port: int) -> str:
-  """Returns the address of a port."""
   return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 

@@ -78,7 +78,6 @@ def _connect(place: Place) -> tuple[Channel | None, str, float]:
 
 
 def _answers(place: Place) -> bool:
-  """Whether the supervisor accepts connections."""
   channel, _, _ = _connect(place)
   if channel is not None:
     channel.close()

@@ -178,7 +178,6 @@ class Peers:
         callback(self._role)
 
   def _read_waiting(self) -> None:
-    """Handles the messages that have arrived."""
     while (received := self.membership.next(timeout=0)) is not None:
       self._handle_change(received)
 

@@ -78,7 +78,6 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Raises ConfigError for options that do not fit each other."""
   from trainer.config import ConfigError
   from trainer.launch.keys import require
 

@@ -22,7 +22,6 @@ def describe() -> dict[str, Any]:
 
 
 def host() -> str:
-  """The name of this host."""
   return socket.gethostname()
 
 

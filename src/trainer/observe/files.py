@@ -198,7 +198,6 @@ def _encode(line: str) -> bytes:
 
 
 def _parts(directory: str, name: str) -> list[tuple[int, Place]]:
-  """(number, place) of the part objects of `name`, in order."""
   found = [(path.name[len(name) + 1 :], path) for path in places.at(directory).glob(f"{glob.escape(name)}.*")]
   return sorted((int(number), path) for number, path in found if number.isdigit())
 

@@ -236,7 +236,6 @@ class Metrics:
     self._events.notify(fields)
 
   def write_eval(self, evaluation: Evaluation) -> None:
-    """Records one evaluation."""
     self._remember(evaluation)
     self._write_eval(evaluation)
 
@@ -287,7 +286,6 @@ class Metrics:
 
 
 def _last_step_record(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-  """The last record of a completed step; empty if there is none."""
   return next((record for record in reversed(records) if "loss" in record), {})
 
 

@@ -40,8 +40,6 @@ class _Operation:
 
 @dataclasses.dataclass(frozen=True)
 class _Alarm:
-  """What a tick has found."""
-
   silent: float  # seconds since the last step or since the operation began
   operation: str | None  # None: a step
   is_hang: bool  # the process must end; otherwise the step is late
@@ -89,7 +87,6 @@ class Watchdog:
     self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
   def start(self) -> None:
-    """Starts the thread."""
     self._thread.start()
 
   def step_done(self, step: int | None = None) -> None:

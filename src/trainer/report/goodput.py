@@ -169,7 +169,6 @@ class _Life:
 
 
 def _lives(run: RunHistory) -> list[_Life]:
-  """The processes of a run in the order in which they began."""
   events: dict[str, Events] = {process: [] for process in run.processes}
   for event in run.events:
     events[event["process"]].append(event)

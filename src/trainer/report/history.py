@@ -203,7 +203,6 @@ def _not_a_run(run_directory: str) -> str:
 
 
 def _is_record(record: dict[str, Any]) -> bool:
-  """Whether a record has what every record has."""
   return _are_times(record, ("wall", "monotonic")) and isinstance(record.get("process"), str)
 
 
@@ -213,7 +212,6 @@ def _are_times(record: dict[str, Any], names: Sequence[str]) -> bool:
 
 
 def _are_finite(record: dict[str, Any], names: Sequence[str]) -> bool:
-  """Whether these fields of a record are finite numbers."""
   try:
     return all(map(math.isfinite, map(record.__getitem__, names)))
   except (KeyError, TypeError, OverflowError):

@@ -122,7 +122,6 @@ def _end(run: RunHistory) -> tuple[str, str]:
 
 
 def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
-  """The big numbers."""
   last = run.steps[-1]
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]

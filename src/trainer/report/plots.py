@@ -237,7 +237,6 @@ def _stack(
 
 
 def _marks(run: RunHistory) -> list[_Mark]:
-  """The rows of the strip that have events."""
   events: Events = [event for event in run.events if event["kind"] != "restore" or event.get("tier") != "none"]
   events += [event | {"kind": f"saved_{event.get('tier')}"} for event in run.of_kind("checkpoint_saved")]
   # A second run_start is a restart; its step is the first that was done after it.

@@ -136,7 +136,6 @@ def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[SavedEntry]) -> Iterator[str]:
-  """The rows as lines, in columns."""
   cells = [("STEP", "SIZE", "AGE", "KIND", "STATE")]
   cells += [(row.name, _size(row.size), _age(row.wall), row.kind, " ".join(row.state.split())) for row in rows]
   widths = [max(len(line[column]) for line in cells) for column in range(4)]

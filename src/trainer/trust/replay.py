@@ -184,7 +184,6 @@ def _plan(start: Line, last: int, folder: str, keys: Sequence[str]) -> tuple[lis
 
 
 def _pairs(keys: Sequence[str]) -> dict[str, str]:
-  """{key: value} of key=value."""
   return {name: value for name, _, value in (key.partition("=") for key in keys)}
 
 

@@ -120,7 +120,6 @@ class ArrayParts:
     return out
 
   def _layout(self, name: str) -> tuple[list[int], list[int]]:
-    """(shape, shape of a chunk) of an array."""
     if name not in self._layouts:
       text = self._get(f"{name}/zarr.json", slice(None))
       if not text:

@@ -19,7 +19,6 @@ Cache = Any
 
 
 def empty(cfg: ModelSection, rows: int, slots: int) -> Cache:
-  """Returns a cache of `slots` positions of each of the `rows`."""
   shape = (rows, cfg.num_kv_heads, slots, cfg.head_dim)
   pair = lambda *layers: (jnp.zeros((*layers, *shape), cfg.dtype), jnp.zeros((*layers, *shape), cfg.dtype))
   return pair(cfg.num_decoder_layers) if cfg.scan_layers else [pair() for _ in range(cfg.num_decoder_layers)]

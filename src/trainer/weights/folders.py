@@ -115,7 +115,6 @@ def _flushed_meanwhile(folder: Path) -> Iterator[None]:
 
 
 def _flush(folder: Path) -> None:
-  """Returns when all files and folders in `folder` are on the disk."""
   for path in (*folder.rglob("*"), folder):
     opened = os.open(path, os.O_RDONLY)
     try:

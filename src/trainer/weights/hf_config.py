@@ -150,7 +150,6 @@ def _family(config: Mapping[str, Any], where: str) -> str:
 
 
 def _method(quantized: Any) -> str:
-  """ " with NAME" of a quantization_config, if it has a name."""
   fields = quantized if isinstance(quantized, Mapping) else {}
   bits = next((name for name in ("load_in_4bit", "load_in_8bit") if fields.get(name)), None)
   name = fields.get("quant_method") or fields.get("quant_algo") or (bits and "bitsandbytes")

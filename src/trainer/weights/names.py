@@ -82,7 +82,6 @@ def weights(cfg: ModelSection) -> dict[str, Weight]:
 
 
 def _feed_forward(cfg: ModelSection, ours: str, theirs: str, has_experts: bool) -> dict[str, Weight]:
-  """The weights of a dense feed-forward, or of a router and its experts."""
   D, E = cfg.emb_dim, cfg.num_experts
   F = cfg.moe_mlp_dim if has_experts else cfg.mlp_dim
   places = [f"{theirs}experts.{e}." for e in range(E)] if has_experts else [theirs]

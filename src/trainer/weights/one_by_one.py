@@ -99,7 +99,6 @@ def write(folder: Place, arrays: Mapping[str, Lazy], meta: Mapping[str, Any], do
 
 
 def _make(name: str, lazy: Lazy) -> tuple[np.ndarray, str]:
-  """An array and its fingerprint."""
   array = np.ascontiguousarray(lazy.make())
   assert array.shape == lazy.shape and array.dtype == lazy.dtype, name
   found, flat, step = fingerprint.Blocks(), array.reshape(-1), BLOCK // array.itemsize

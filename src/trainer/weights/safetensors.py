@@ -31,8 +31,6 @@ _BLOCK = 4 << 20  # values that are written at once
 
 @dataclass(frozen=True)
 class Tensor:
-  """A tensor in a file."""
-
   path: Place
   offset: int  # of its first byte
   shape: tuple[int, ...]

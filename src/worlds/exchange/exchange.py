@@ -125,7 +125,6 @@ class Exchange:
     self._add(self._listener.claim(self._stop, deadline))
 
   def _dial(self, calls: Mapping[Call, str], deadline: float) -> None:
-    """Makes the connections that are missing."""
     missing = {call: address for call, address in calls.items() if call.listener not in self._links}
     made = dial(self._token, missing, self._stop, deadline)
     self._add({(call.listener, call.stream): made[call] for call in sorted(made)})

@@ -315,7 +315,6 @@ def _reach(address: str, listener: int, deadline: float) -> _Steps:
 def _receive(
   sock: socket.socket, size: int, deadline: float
 ) -> Generator[tuple[socket.socket, int, float], bool, bytes]:
-  """Receives exactly `size` bytes of a handshake."""
   data = b""
   while len(data) < size:
     if not (yield sock, select.POLLIN, deadline):

@@ -232,7 +232,6 @@ class Reduction:
   # ---- the threads that serve the links ----
 
   def _serve(self, poll: Poll, reads: Sequence[Link], writes: Sequence[Link]) -> None:
-    """Receives all frames from the links `reads`, and sends all frames to the links `writes`."""
     reading = {link for link in reads if self._missing[link]}
     writing = {link for link in writes if self._unposted[link]}
     posted = self._posted[writes[0]] if writes else deque()
@@ -296,7 +295,6 @@ class Reduction:
     return _bytes(values)
 
   def _take(self, link: Link, frame: Frame) -> None:
-    """Uses a frame that has arrived."""
     values = self._incoming.pop(link)
     if frame.kind == Kind.PIECE:
       self._arrive(frame.bucket, frame.share, values)

@@ -56,7 +56,6 @@ def receive(
 
 
 def _check(link: Link, frame: Frame, kind: Kind, epoch: int, number: int, index: int) -> None:
-  """Raises MismatchedCall unless this is the frame that is expected."""
   if (frame.kind, frame.call, frame.share, frame.bucket) != (kind, epoch, number, index):
     raise MismatchedCall(
       f"Member {link.member} sent {frame}; {kind.name} {number}, {index} of epoch {epoch} is expected. Send the state "
@@ -65,7 +64,6 @@ def _check(link: Link, frame: Frame, kind: Kind, epoch: int, number: int, index:
 
 
 def _chunks(array: np.ndarray) -> Iterator[memoryview]:
-  """Yields the bytes of a contiguous array."""
   raw = memoryview(array.reshape(-1).view(np.uint8))
   for start in range(0, len(raw), CHUNK):
     yield raw[start : start + CHUNK]

@@ -338,7 +338,6 @@ class Coordinator(Epochs):
     return [*self._world(), *self._interrupt()]
 
   def _commit(self, round_name: str) -> Effects:
-    """All active members have the sums of the round."""
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
     self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""

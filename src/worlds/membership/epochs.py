@@ -174,7 +174,6 @@ class Epochs:
       self._dealing.speeds.forget(member)
 
   def _addresses(self, members: Collection[int]) -> dict[str, list[str]]:
-    """{member: the addresses of its lanes}, as JSON."""
     return {str(m): [address for _, address in sorted(self._members[m].addresses.items())] for m in members}
 
   # ---- epochs

@@ -125,7 +125,6 @@ TO_AGENT: Mapping[str, FieldTypes] = {
 
 
 def message(kind: str, **fields: Any) -> Message:
-  """A message of this kind."""
   return {"kind": kind, **fields}
 
 
@@ -184,5 +183,4 @@ def to_ranges(shares: Sequence[int]) -> list[list[int]]:
 
 
 def from_ranges(ranges: Sequence[Sequence[int]]) -> tuple[int, ...]:
-  """The shares of `to_ranges`."""
   return tuple(share for first, end in ranges for share in range(first, end))

@@ -58,7 +58,6 @@ class Pulse:
       self._busy_until[member] = self._clock()
 
   def forget(self, member: int) -> None:
-    """`member` is lost."""
     self._beats.pop(member, None)
     self._computed.pop(member, None)
     self._proven.discard(member)

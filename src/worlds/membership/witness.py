@@ -88,7 +88,6 @@ class Witness:
     self.asked = [member for member in self.asked if member in active]
 
   def committed(self, round_name: str) -> None:
-    """The round is over."""
     if len(self.sums) > 1:
       self.agreed |= dict.fromkeys(self.sums, round_name)
     self.sums, self.asked, self.since, self.before, self.differ = {}, [], 0, {}, {}

@@ -59,7 +59,6 @@ def trainer_arguments(options: argparse.Namespace, others: list[str]) -> list[st
 
 
 def _check(options: argparse.Namespace) -> None:
-  """Raises ConfigError for options that do not fit together."""
   require(options.min_slices >= 1, f"--min-slices {options.min_slices}", "at least 1")
   require(options.gpus_per_slice >= 0, f"--gpus-per-slice {options.gpus_per_slice}", "at least 0")
   require(

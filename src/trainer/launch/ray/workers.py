@@ -127,7 +127,6 @@ class RayProgram:
     return run_code
 
   def _train(self) -> int:
-    """The exit code of the program."""
     from trainer.__main__ import main
     from worlds.exit_codes import BAD_INPUT
 

@@ -119,7 +119,6 @@ def write_in_worker(
 def _counted(
   groups: Iterable[windows.Group], counts: dict[str, int], report: Callable[[int], None]
 ) -> Iterator[windows.Group]:
-  """Yields the groups, and counts their documents and tokens."""
   for group in groups:
     yield group
     tokens = sum(len(document) for document in group)  # a long document has been read only now
@@ -129,7 +128,6 @@ def _counted(
 
 
 def _records(job: TokenizeJob, groups: Iterable[windows.Group], counts: dict[str, int]) -> Iterator[bytes]:
-  """Yields the records, and counts them and the targets that a loss would count."""
   if job.records == "windows":
     for window in prepare.packed(job.packing, job.tokenizer)(groups, job.length):
       counts["records"] += 1

@@ -49,7 +49,6 @@ class TokenProgress:
       self._show()
 
   def add_part(self, part: Part) -> None:
-    """A part is complete."""
     with self._lock:
       self._done += part.size
       self._show()

@@ -168,7 +168,6 @@ def cut(documents: Documents, part_bytes: int) -> Iterator[list[Piece]]:
 
 
 def _keys(folder: Path, job: TokenizeJob, splits: dict[str, Documents]) -> list[str]:
-  """The keys of a run that trains on the output."""
   keys = [f"dataset_type=grain grain_file_type={job.file_type} grain_train_files={folder / 'train'}"]
   keys += [f"grain_eval_files={folder / 'eval'}"] if "eval" in splits else []
   keys += [f"max_target_length={job.length}"] if job.records == "windows" else []

@@ -6,7 +6,6 @@ run's own. Keys replace its values, for example eval_sets, or num_slices and dev
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Sequence
 

@@ -40,7 +40,7 @@ Generated from `src/trainer/config/schema.py` by `.venv/bin/python -m trainer.to
   `eval_steps=0` removes the `eval_interval` of a YAML. The keys of a feature that is turned off
   (`elastic_enabled=false`, `enable_checkpointing=false`, `dataset_type=synthetic`, `profiler=`) may stay.
 - **Files**: a relative path of a config file starts in the current folder, then in the package, so
-  `configs/quickstart.yml` names the same file everywhere.
+  `configs/quickstart.yml` names the same file everywhere. An address works too, such as `gs://BUCKET/RUN/config.yml`.
 - **Names**: keys are flat. On the command line `section.key=value`, `--key=value` and `-` for `_` are accepted too.
   MaxText's `dcn_data_parallelism` and `ici_data_parallelism` are accepted where they say what follows from the devices
   and the other sizes.

@@ -69,7 +69,9 @@ WORLD = Scenario(
   last=STEPS - 2 * EVAL_INTERVAL,
   keys=(f"eval_interval={EVAL_INTERVAL}", "eval_steps=200"),  # evaluations that last long enough for SIGTERM
 )
-STORAGE = Scenario({"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=5)
+STORAGE = Scenario(
+  {"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=4, counts=(1, 1, 2), slices=(2, 2, 3)
+)
 
 
 @dataclass(frozen=True)

@@ -172,6 +172,19 @@ def test_a_save_that_storage_refuses_is_a_warning(bucket):
   assert "step 1 could not be saved" in recorder.lines[-1] and "Training goes on" in recorder.lines[-1]
 
 
+def test_after_a_recovery_in_an_outage_the_training_does_not_wait_for_a_list(bucket, monkeypatch):
+  bucket.failing = HttpError(503)
+  monkeypatch.setattr("trainer.checkpoint.tiers._LOOK_SECONDS", 0.1)
+  monkeypatch.setattr(storage, "ANSWER_SECONDS", 60.0)
+  cfg, recorder = toy_state.config(checkpoint_period=10), toy_state.Recorder()
+  tiers = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", log=recorder.log)
+  tiers.completed(16)
+  assert not tiers.due(16) and not recorder.lines, "a save of step 16 would fail too"
+  monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.2)
+  assert not tiers.maybe_save(20, toy_state.state(20), {})
+  assert "The storage cannot tell which checkpoints it has" in recorder.lines[-1]
+
+
 class Memory:
   """A backup in memory with the state of step 3."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import time
@@ -34,6 +33,8 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
 from trainer.observe.metrics import format_duration
 from trainer.world import World
+
+_LOOK_SECONDS = 2.0  # for the list of checkpoints after the first step of an attempt, while the training waits
 
 T = TypeVar("T")
 Begun = Callable[[], object]
@@ -69,6 +70,7 @@ class Tiers:
     self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
     self._saves_in_storage = saves_in_storage
     self._newest: tuple[int, float] | None = None  # in storage: the step, and when it was committed
+    self._is_listed = False  # whether `_newest` says what is there
     self._saves = False  # whether this world saved in storage after the last step; an attempt looks once
     self._makes_up = False
     if run_id is None:
@@ -108,8 +110,11 @@ class Tiers:
     self._makes_up &= self._saves
     if before or not self._saves or not self._cfg.enable_checkpointing:
       return
-    with contextlib.suppress(CheckpointError), storage.limited(PATIENCE_SECONDS):  # the next save tells
-      self._newest = self._persistent.newest()
+    try:
+      with storage.limited(_LOOK_SECONDS):
+        self._newest, self._is_listed = self._persistent.newest(), True
+    except CheckpointError:  # in an outage nothing can be made up for; the next save tells
+      return
     due = step - step % self._cfg.checkpoint_period
     self._makes_up = due > 0 and due != step and (self._newest or (0,))[0] < due
     if self._makes_up:
@@ -117,7 +122,7 @@ class Tiers:
 
   def _emit_saved(self, kind: str, **fields: Any) -> None:
     if kind == "checkpoint_saved" and fields["tier"] == self._persistent.tier:
-      self._newest = fields["step"], time.time()
+      self._newest, self._is_listed = (fields["step"], time.time()), True
     self._emit(kind, **fields)
 
   def _due(self, step: int, period: int) -> bool:
@@ -164,7 +169,8 @@ class Tiers:
     try:
       return call()
     except SaveFailed as error:
-      good, newest = "No checkpoint is in storage", dict[str, float]()
+      none = "No checkpoint is in storage" if self._is_listed else "The storage cannot tell which checkpoints it has"
+      good, newest = none, dict[str, float]()
       if self._newest is not None:
         newest["newest"], at = self._newest
         good = f"The newest checkpoint in storage is of step {newest['newest']}"

@@ -231,7 +231,7 @@ def _connect(address: str) -> Any:
   # File systems that remember no listings, because other processes write too. Orbax gets the same objects.
   for name, own in {"gs": {"requests_timeout": 30}, "gcs": {"requests_timeout": 30}, "s3": {}}.items():
     config.conf[name] = {"use_listings_cache": False, **own, **config.conf.get(name, {})}
-  for name in ("gcsfs", "s3fs"):  # they print tracebacks of what they raise
+  for name in ("gcsfs", "s3fs", "fsspec"):  # they print tracebacks of what they raise
     logging.getLogger(name).setLevel(logging.CRITICAL)
   return core.url_to_fs(address)[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import math
 import os
 import pickle
@@ -115,6 +116,18 @@ def test_data_that_cannot_be_read_now_is_no_fault_of_the_file():
     assert raised.value.passes
   with pytest.raises(ConfigError, match="Fix or remove it"):
     end(IsADirectoryError(errno.EISDIR, "Is a directory"))
+
+
+def test_libraries_print_no_tracebacks_of_what_they_raise(monkeypatch):
+  names = ["gcsfs", "s3fs.core", "fsspec.prefetcher"]
+  for name in ("gcsfs", "s3fs", "fsspec"):
+    logger = logging.getLogger(name)
+    monkeypatch.setattr(logger, "level", logging.NOTSET)
+    logger.manager._clear_cache()
+  assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
+  monkeypatch.setattr(storage, "_systems", {})
+  storage.system("memory://any")
+  assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
 
 
 def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):

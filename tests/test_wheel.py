@@ -42,19 +42,6 @@ def test_every_config_is_in_the_wheel(wheel):
   assert all((wheel / name / "py.typed").exists() for name in PACKAGES)
 
 
-@needs.workshop
-def test_the_elastic_demo_finds_its_configuration(run):
-  result = run("-m", "trainer.tools.elastic_demo", "steps=5")
-  assert result.returncode == 2 and "fault_injection=slice_down@20:1" in result.stderr
-
-
-def test_the_version(run):
-  printed = run("-m", "trainer", "--version")
-  assert (printed.returncode, printed.stdout) == (0, "trainer 0.1.0\n")
-  named = run("-c", "import importlib.metadata as m; print(m.version('elastic-trainer-jax'))")
-  assert named.stdout == "0.1.0\n"
-
-
 def test_the_metadata_is_complete_and_names_no_place_that_does_not_exist():
   project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
   pythons = {text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text}

@@ -95,9 +95,17 @@ class StorageError(OSError):
 
 def failure(error: BaseException | None) -> StorageError | None:
   """The failure of storage that has caused `error`, if one has."""
-  while error is not None and not isinstance(error, StorageError):
-    error = error.__cause__
-  return error
+  return next((cause for cause in causes(error, explicit=True) if isinstance(cause, StorageError)), None)
+
+
+def causes(error: BaseException | None, *, explicit: bool = False) -> Iterator[BaseException]:
+  """Yields `error`, then its cause (`raise ... from`) or else its context, and so on, each once: threads that raise the
+  same error several times may make a circle. explicit: causes only, no contexts."""
+  seen: set[int] = set()
+  while error is not None and id(error) not in seen:
+    yield error
+    seen.add(id(error))
+    error = error.__cause__ if explicit else error.__cause__ or error.__context__
 
 
 def is_address(value: str) -> bool:

@@ -15,7 +15,7 @@ from tests.support import toy_state
 
 from trainer.checkpoint import run_id
 from trainer.checkpoint.emergency import Emergency, folder
-from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NonFiniteState, Rejected
+from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
@@ -94,12 +94,6 @@ def test_wiped_slice(tmp_path, lost):
   assert restore(tier(tmp_path)) == 2
 
 
-def test_all_copies_wiped_leaves_no_candidate(tmp_path):
-  filled(tmp_path)
-  shutil.rmtree(tmp_path / "ram")
-  assert tier(tmp_path).candidates() == []
-
-
 @pytest.mark.parametrize("data,fsdp", [(1, 1), (1, 4), (2, 2), (1, 8), (4, 2)])
 def test_restores_onto_other_meshes(tmp_path, data, fsdp):
   filled(tmp_path)
@@ -168,39 +162,6 @@ def test_copies_of_different_histories_are_not_mixed(tmp_path):
   assert sorted(outcomes, key=str) == [200, "a part of low is damaged or missing in every copy"]
 
 
-def test_files_of_another_run_stay(tmp_path):
-  filled(tmp_path)
-  other = Emergency(config(tmp_path), "elsewhere/run", slices(), world=SingleWorld(), run_id=ID)
-  assert other.candidates() == []
-  for step in (7, 8, 9):
-    other.save(step, toy_state.state(step), {"tokens": step})
-  other.wait()
-  assert restore(other) == 9
-  assert restore(tier(tmp_path)) == 2
-
-
-def test_one_folder_under_several_paths_is_one_run(tmp_path, monkeypatch):
-  (tmp_path / "real").mkdir()
-  (tmp_path / "link").symlink_to("real")
-  monkeypatch.chdir(tmp_path)
-  names = ["real/a", "link/a", f"{tmp_path}/real/a/", "./real/../real/a"]
-  assert len({folder("ram", name) for name in names}) == 1
-  others = ["real/b", "elsewhere/a", "gs://bucket/real/a", "gs://other/real/a"]
-  assert len({folder("ram", name) for name in [*names, *others]}) == 5
-
-
-def test_copies_of_lost_slices_are_removed_once_they_are_old(tmp_path):
-  filled(tmp_path)
-  t = tier(tmp_path, slices(1))
-  for step in (3, 4):
-    assert any(".s1." in name for name in files(t))
-    t.save(step, toy_state.state(step, toy_state.mesh(1, 4)), {"tokens": step})
-    t.wait()
-  t.save(5, toy_state.state(5, toy_state.mesh(1, 4)), {"tokens": 5})
-  t.wait()
-  assert {name.rsplit(".", 1)[0] for name in files(t)} == {"4.s0.p0", "5.s0.p0"}
-
-
 def test_unfinished_files_are_no_checkpoint_and_are_cleared(tmp_path):
   t = filled(tmp_path)
   for s in (0, 1):
@@ -211,15 +172,6 @@ def test_unfinished_files_are_no_checkpoint_and_are_cleared(tmp_path):
   t.save(3, toy_state.state(3), {"tokens": 3})
   t.wait()
   assert restore(t) == 3 and not any(name.endswith("tmp") for name in files(t))
-
-
-def test_state_may_be_donated_while_it_is_written(tmp_path):
-  t = tier(tmp_path)
-  state = toy_state.state(3)
-  t.save(3, state, {"tokens": 3})
-  jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)(state)
-  t.wait()
-  assert restore(t) == 3
 
 
 def test_a_state_that_is_not_finite_is_not_committed(tmp_path):
@@ -329,31 +281,6 @@ def test_a_new_run_folder_does_not_continue_from_local_copies_of_the_deleted_one
   restored = new_tiers(tmp_path).restore_newest(target)
   assert (restored.step, restored.tier) == (3, "emergency")
   toy_state.assert_same_bits(restored.state, toy_state.values(3))
-
-
-def test_local_copies_of_another_run_are_deleted_when_a_save_needs_the_space(tmp_path, monkeypatch):
-  old = saved_run(tmp_path)
-  run = tmp_path / "out" / "run"
-  shutil.rmtree(run)
-  tiers = new_tiers(tmp_path)
-  tiers.maybe_save(1, toy_state.state(1), {"tokens": 1})
-  tiers.wait()
-  left = folder(tmp_path / "ram", str(run)) / old
-  assert left.is_dir()
-  monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 10))
-  tiers.maybe_save(3, toy_state.state(3), {"tokens": 3})
-  tiers.close()
-  assert not left.exists()
-
-
-def test_a_refused_local_copy_is_named_with_its_place(tmp_path):
-  saved_run(tmp_path)
-
-  def refuse(meta):
-    raise ConfigMismatch("another seed")
-
-  with pytest.raises(ConfigMismatch, match=r"another seed\nThe checkpoint \(emergency\) is .*/ram/run-.*/3"):
-    new_tiers(tmp_path).restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)), refuse)
 
 
 def test_the_only_copy_of_a_host_stays_until_the_next_one_is_complete(tmp_path, monkeypatch):

@@ -41,50 +41,6 @@ def test_a_file_size_limit_is_1_the_complete_run_is_0_and_so_is_a_repetition(mak
   assert run.committed_steps() == [3, 4] and sorted(run.losses()) == [1, 2, 3, 4]
 
 
-def test_more_steps_raise_the_learning_rate_loudly_or_not_at_all(make):
-  run = make("learning_rate_schedule_steps=-1", "learning_rate=0.01")
-  for keys in ["steps=4"], ["steps=8", "learning_rate_schedule_steps=4"]:
-    assert run.finish(*keys) == 0
-  assert "warning: the learning rate" not in run.printed
-  assert run.finish("steps=20") == 0
-  warning = next(line for line in run.printed.splitlines() if line.startswith("warning: the learning rate rises"))
-  rates = {record["step"]: record["lr"] for record in run.records("metrics") if "lr" in record}
-  assert rates[8] == pytest.approx(0.001)
-  assert f"from {rates[8]:.3g} to {rates[9]:.3g} at step 9" in warning
-  assert "Set learning_rate_schedule_steps=4 " in warning
-
-
-@pytest.mark.parametrize(
-  ("keys", "told"),
-  [
-    (["step=4"], "steps"),
-    (["checkpoint_period=0"], "checkpoint_period"),
-    (["num_slices=3", "dcn_data_parallelism=2"], "dcn_data_parallelism"),
-    (["enable_emergency_checkpoint=true"], "local_checkpoint_directory"),
-    (["elastic_enabled=true", "elastic_min_slice_count=2"], "elastic_min_slice_count=2"),
-    (["elastic_enabled=true", "num_slices=2", "fault_injection=slice_down@1:99"], "the last slice is 1"),
-    (["elastic_enabled=true", "num_slices=2", "steps=3", "fault_injection=slice_down@99:1"], "would never happen"),
-  ],
-  ids=lambda value: value[-1] if isinstance(value, list) else "",
-)
-def test_a_wrong_configuration_is_2_with_one_message(make, keys, told):
-  run = make()
-  assert run.finish(*keys) == 2
-  printed = run.printed
-  assert printed.startswith("error: ") and told in printed and "Traceback" not in printed
-  assert len(printed.splitlines()) <= 6
-  assert not run.directory.exists()
-
-
-def test_a_folder_that_fails_when_it_is_opened_is_2_with_one_message(make):
-  run = make()
-  run.directory.mkdir(parents=True)
-  (run.directory / "log.txt").symlink_to("nowhere/log.txt")
-  assert run.finish() == 2
-  assert "log.txt" in run.printed and "Traceback" not in run.printed
-  assert len(run.printed.splitlines()) == 2
-
-
 def test_a_configuration_that_proves_wrong_inside_an_attempt_is_2_with_one_message(make, tmp_path):
   local = tmp_path / "ram"
   emergency_keys = (
@@ -129,16 +85,6 @@ def test_a_resume_with_another_model_data_or_batch_size_is_2_unless_it_is_allowe
   assert [record["tokens"] // length for record in run.records("metrics")] == [2, 4, 6, 10, 14, 18]
   assert run.finish("steps=9", *allowed) == 0
   assert [record["tokens"] // length for record in run.records("metrics")][6:] == [22, 26, 30]
-
-
-def test_text_of_one_line_is_trained_on_without_an_evaluation_unless_requested(make, tmp_path):
-  run = make(*write_text(tmp_path, lines=0), "steps=2")
-  (tmp_path / "text" / "a.txt").write_text("one line is enough to train on " * 20)
-  assert run.finish("eval_interval=1") == 2
-  assert "has 0 tokens to learn" in run.printed and not run.directory.exists()
-  assert run.finish() == 0
-  assert "No evaluation: no text is held out (eval_fraction=0.05" in run.printed
-  assert run.last_step == 2 and not run.events("eval")
 
 
 def test_a_second_process_is_2_or_waits_and_goes_on_after_the_first_one_stops(make):

@@ -25,7 +25,7 @@ class Server:
 
   def __init__(self) -> None:
     env = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "tests.support.checkpoint_run"]
+    command = [sys.executable, "-m", "tests.checkpoint.kill_run"]
     self.process = subprocess.Popen(
       command, env=env, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

@@ -29,7 +29,7 @@ def run(server, bucket, tmp_path) -> Callable[..., list[str]]:
 
   def start(*actions: str, code: int = 0) -> list[str]:
     log.unlink(missing_ok=True)
-    process = server.run("tests.support.bucket_run", " ; ".join(actions).split(), bucket[1], log)
+    process = server.run("tests.checkpoint.bucket_run", " ; ".join(actions).split(), bucket[1], log)
     assert process.wait(200) == code, log.read_text()
     return re.split("^--- ", log.read_text(), flags=re.MULTILINE)[1:]
 

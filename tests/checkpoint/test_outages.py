@@ -9,7 +9,6 @@ import os
 import pickle
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -29,9 +28,7 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.tiers import Tiers
 from trainer.commands import print_error
 from trainer.config import ConfigError, load
-from trainer.drivers.one_controller import OneController
 from trainer.run.attempt import Attempt
-from trainer.run.session import Session
 from trainer.world import SingleWorld
 
 
@@ -143,21 +140,6 @@ def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):
       run_id.require(str(tmp_path), "another", "step 7 could not be saved")
   with pytest.raises(CheckpointError, match="was moved, deleted or replaced"):
     run_id.require(str(tmp_path), "another", "step 7 could not be saved")
-
-
-def test_a_handle_that_is_stale_once_is_no_failure(tmp_path, monkeypatch):
-  place, calls = places.at(str(tmp_path / "x")), []
-  place.write_text("text")
-  read = Path.read_bytes
-
-  def stale_once(self):
-    calls.append(self)
-    if len(calls) == 1:
-      raise OSError(errno.ESTALE, "Stale file handle")
-    return read(self)
-
-  monkeypatch.setattr(Path, "read_bytes", stale_once)
-  assert place.read_text() == "text" and len(calls) == 2
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -311,44 +293,6 @@ def test_a_new_process_says_that_it_begins_again(monkeypatch):
   monkeypatch.setattr(Attempt, "evaluation_due", lambda self, step: False)
   assert attempt.restore().state == "fresh"
   assert lines == ["No checkpoint is left, though step 7 was completed: the run begins again at step 0."]
-
-
-def test_a_full_disk_at_the_beginning_of_the_training_is_a_warning(tmp_path, monkeypatch):
-  session, lines = Session.__new__(Session), []
-  session.log = SimpleNamespace(warning=lines.append)
-  session.wrote_config = False
-
-  def full(*args):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-  monkeypatch.setattr("trainer.config.cli.print_config", lambda config: "steps: 1\n")
-  monkeypatch.setattr(Path, "write_bytes", full)
-  config = SimpleNamespace(run_directory=str(tmp_path))
-  session._write_config(config)
-  assert not session.wrote_config and "No space left" in lines[0]
-  monkeypatch.undo()
-  monkeypatch.setattr("trainer.config.cli.print_config", lambda config: "steps: 1\n")
-  session._write_config(config)
-  assert session.wrote_config and (tmp_path / "config.yml").read_text() == "steps: 1\n"
-
-
-def test_a_second_attempt_waits_for_the_restore_of_the_first():
-  release, events = threading.Event(), []
-
-  def restore():
-    release.wait(10)
-    events.append("restored")
-
-  def fail():
-    threading.Timer(0.3, release.set).start()
-    raise RuntimeError("does not compile")
-
-  controller = OneController.__new__(OneController)
-  controller._compile = fail
-  controller._guard = SimpleNamespace(result=lambda waiter: waiter.result())
-  with pytest.raises(RuntimeError, match="does not compile"):
-    controller.start(restore, lambda start: None)
-  assert events == ["restored"]
 
 
 def test_nan_is_not_the_best_loss():

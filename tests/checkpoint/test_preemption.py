@@ -34,13 +34,6 @@ def test_a_request_is_announced_once_and_stays():
   assert events == [("preemption", {"step": 2, "signal": "SIGTERM"})]
 
 
-@pytest.mark.parametrize("key", ["enable_autocheckpoint", "enable_checkpointing"])
-def test_switched_off_there_is_no_request(key):
-  signals = Signalled()
-  signals.noticed = True
-  assert not Preemption(CheckpointSection(**{key: False}), SINGLE_WORLD, signals).requested(1)
-
-
 @pytest.mark.timeout(600)
 def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(server, tmp_path):
   processes = Processes(server, "preempted", tmp_path, 2)

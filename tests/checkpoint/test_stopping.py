@@ -59,15 +59,6 @@ def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number
   assert run.last_step == 0 and not run.committed_steps()
 
 
-def test_ctrl_c_before_the_run_is_130_without_a_traceback(make, tmp_path):
-  run = make(*write_text(tmp_path, lines=400_000), "steps=2")
-  process = run.start()
-  assert command.wait_until(process, lambda: (tmp_path / "tokens").is_dir())  # the process tokenises the text
-  process.send_signal(signal.SIGINT)
-  assert process.wait(60) == 130, run.printed[-4000:]
-  assert run.printed.splitlines() == ["Interrupted."] and not run.directory.exists()
-
-
 # ---- 42
 
 

@@ -15,7 +15,6 @@ from tests.support import toy_state
 from trainer.checkpoint import background
 from trainer.checkpoint.errors import SaveFailed
 from trainer.checkpoint.tiers import Tiers
-from trainer.config import ConfigError
 from trainer.world import SingleWorld
 
 MIB = 1 << 20
@@ -114,14 +113,6 @@ def test_a_write_that_ends_after_its_save_has_failed_prints_nothing(monkeypatch)
   assert [error.exc_type for error in printed] == [KeyError]
 
 
-def test_retention_makes_room(disk):
-  tiers, lines = make(disk(5 * MIB), max_num_checkpoints_to_keep=2)
-  for step in range(1, 9):
-    tiers.maybe_save(step, state(step), {})
-  tiers.close()
-  assert not warnings(lines)
-
-
 def test_persistent_becomes_read_only(disk):
   path = disk(20 * MIB)
   tiers, lines = make(path)
@@ -155,15 +146,6 @@ def test_ramdisk_full(disk):
   assert (restored.step, restored.tier) == (1, "emergency")
 
 
-def test_ramdisk_of_two_copies_is_enough(disk):
-  path = disk(int(2.3 * MIB))  # 2 x 1.15: the rule of the guide
-  tiers, lines = emergency(path)
-  for step in range(1, 7):
-    tiers.maybe_save(step, state(step), {})
-  tiers.close()
-  assert not warnings(lines)
-
-
 def test_a_last_state_that_storage_refuses_goes_to_the_ramdisk(disk, tmp_path):
   path = disk(20 * MIB)
   tiers, _ = emergency(tmp_path, run=path / "run")
@@ -174,10 +156,3 @@ def test_a_last_state_that_storage_refuses_goes_to_the_ramdisk(disk, tmp_path):
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
   restored = emergency(tmp_path, run=path / "run")[0].restore_newest(target)
   assert (restored.step, restored.tier) == (7, "emergency")
-
-
-def test_ramdisk_that_is_read_only_from_the_start_is_refused(disk, tmp_path):
-  path = disk(MIB)
-  remount(path, "ro")
-  with pytest.raises(ConfigError, match="cannot be written"):
-    emergency(path, run=tmp_path / "run")

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import os
-import pathlib
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
 
 import jax.numpy as jnp
 import pytest
 from tests.support import toy_state
 
 from input_pipeline.locks import FolderLock
-from input_pipeline.places import Place
-from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, NonFiniteState
-from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint
 from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
@@ -67,11 +60,6 @@ def test_storage_that_cannot_be_listed_keeps_no_slice_from_joining_the_others_an
   tiers.close()
 
 
-def test_saves_at_the_period_and_at_the_end(tmp_path):
-  assert run(tmp_path, 5) == [2, 4, 5]
-  assert run(tmp_path / "even", 4) == [2, 4]
-
-
 def test_a_save_that_was_lost_with_a_slice_is_made_up_once(tmp_path):
   """An attempt that begins after the step of the lost save has no other reason to save before the next period."""
   assert run(tmp_path, 2, checkpoint_period=2) == [2]
@@ -90,26 +78,6 @@ def test_a_save_that_was_lost_with_a_slice_is_made_up_once(tmp_path):
   assert tiers.maybe_save(7, toy_state.state(7), {}) and not completed(tiers, 9)
   tiers.close()
   assert make(tmp_path).restore_newest(target()).step == 7
-
-
-def test_without_checkpointing_there_are_no_files(tmp_path):
-  assert run(tmp_path, 4, enable_checkpointing=False) == []
-  assert make(tmp_path, enable_checkpointing=False).restore_newest(target()) is None
-  assert list(tmp_path.iterdir()) == []
-
-
-def test_first_start_restores_nothing(tmp_path):
-  assert make(tmp_path).restore_newest(target()) is None
-
-
-def test_restores_the_newest(tmp_path):
-  run(tmp_path, 5)
-  recorder = toy_state.Recorder()
-  restored = make(tmp_path, recorder).restore_newest(target())
-  path = f"{tmp_path}/checkpoints/5"
-  assert (restored.step, restored.tier, restored.path) == (5, "persistent", path)
-  toy_state.assert_same_bits(restored.state, toy_state.values(5))
-  assert recorder.lines == [f"Found commit_success file. Keeping {path}/.", f"Restoring checkpoint from {path}."]
 
 
 def test_a_damaged_checkpoint_is_skipped_and_moved_aside(tmp_path):
@@ -161,28 +129,6 @@ def test_a_save_removes_what_killed_processes_have_left(tmp_path, monkeypatch, l
   assert first.startswith(f"Removed {4 if locks else 2} from {root}: 1")
 
 
-def test_the_newest_two_damaged_checkpoints_are_kept(tmp_path):
-  run(tmp_path, 10, max_num_checkpoints_to_keep=9)
-  root, recorder = tmp_path / "checkpoints", toy_state.Recorder()
-  for step in (4, 6, 10):
-    (root / str(step) / "meta.json").write_text("damaged")
-  (root / "8" / "manifest.json").unlink()
-  old = tmp_path / "checkpoints_rejected" / "12"
-  for path in (old, old.with_name("of the user")):
-    path.mkdir(parents=True)
-  reason = old.with_name("12.reason.txt")
-  reason.write_text("damaged\n")
-  os.utime(reason, (1, 1))
-  assert make(tmp_path, recorder).restore_newest(target()).step == 2
-  kept = {"8", "8.reason.txt", "10", "10.reason.txt", "of the user"}
-  assert {path.name for path in old.parent.iterdir()} == kept
-  assert f"Deleted {old}: the newest 2 damaged checkpoints are kept." in recorder.lines
-  assert Persistent(str(root), toy_state.config(), world=SingleWorld()).rejected() == {
-    Place(str(old.with_name("8"))): "manifest.json is missing",
-    Place(str(old.with_name("10"))): "meta.json has 7 bytes instead of 2054",
-  }
-
-
 def test_nothing_good_is_an_error_and_nothing_is_moved(tmp_path):
   run(tmp_path, 4)
   for step in ("2", "4"):
@@ -213,26 +159,6 @@ def test_only_an_unfinished_first_save_is_a_first_start(tmp_path, files):
   assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_accept_refuses_before_anything_is_loaded(tmp_path):
-  run(tmp_path, 2)
-
-  def refuse(meta):
-    raise ConfigMismatch("other model")
-
-  with pytest.raises(ConfigMismatch, match="other model"):
-    make(tmp_path).restore_newest(target(), refuse)
-  assert (tmp_path / "checkpoints" / "2").exists()
-
-
-def test_close_raises_the_error_of_a_save(tmp_path):
-  tiers = make(tmp_path)
-  state = toy_state.state(2)
-  state["low"] = state["low"] * jnp.nan
-  tiers.maybe_save(2, state, {})
-  with pytest.raises(NonFiniteState):
-    tiers.close()
-
-
 def test_close_does_not_hide_the_error_of_the_attempt(tmp_path):
   recorder = toy_state.Recorder()
   tiers = make(tmp_path, recorder)
@@ -245,40 +171,3 @@ def test_close_does_not_hide_the_error_of_the_attempt(tmp_path):
     finally:
       tiers.close()
   assert "The save that was under way is lost: the state of step 2 is not finite" in recorder.lines[-1]
-
-
-def test_import_is_light():
-  code = (
-    "import sys, trainer.checkpoint; print([m for m in sys.modules if m.split('.')[0] in ('orbax', 'tensorstore')])"
-  )
-  out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
-  assert out.stdout.strip() == "[]"
-
-
-def test_a_step_folder_of_another_user_does_not_stop_the_next_save():
-  """The newest step cannot be read, and cannot be moved to another folder. The run must save this step again."""
-  if os.geteuid() != 0:
-    pytest.skip("only root can become another user")
-  with tempfile.TemporaryDirectory() as folder:  # not in tmp_path, which other users cannot enter
-    save_as_another_user(pathlib.Path(folder))
-
-
-def save_as_another_user(path):
-  tiers = make(path, checkpoint_period=1)
-  for step in (1, 2):
-    tiers.maybe_save(step, toy_state.state(step), {})
-  tiers.close()
-  path.chmod(0o777)
-  (path / "checkpoints").chmod(0o777)
-  (path / "checkpoints" / "2").chmod(0o700)
-  recorder = toy_state.Recorder()
-  os.seteuid(65534)
-  try:
-    tiers = make(path, recorder, checkpoint_period=1)
-    assert tiers.restore_newest(target()).step == 1
-    assert tiers.maybe_save(2, toy_state.state(20), {}, last=True)
-    tiers.close()
-  finally:
-    os.seteuid(0)
-  assert any("renamed to 2.rejected." in line for line in recorder.lines)
-  toy_state.assert_same_bits(make(path).restore_newest(target()).state, toy_state.values(20))

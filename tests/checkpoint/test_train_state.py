@@ -65,7 +65,7 @@ OTHER_VALUES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("key", OTHER_VALUES)
+@pytest.mark.parametrize("key", few(["head_dim", "opt_type", "dtype", "scan_layers"], OTHER_VALUES))
 def test_the_keys_of_changes_state_change_the_arrays(key):
   shapes = []
   for keys in ([], [f"{key}={OTHER_VALUES[key]}"]):

@@ -6,7 +6,6 @@ docs/pathways.md has the stand-in for Pathways, and what is not tested.
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
 import time
 
@@ -119,27 +118,11 @@ def test_a_down_slice_is_missed_waited_for_and_found_again(slices):
   cluster.stop()
 
 
-def test_the_controller_writes_the_local_copy_of_one_slice(slices):
-  cluster = slices.cluster()
-  assert cluster.copied(cluster.view({1, 2, 3})) == {1: tuple(jax.devices()[2:4])}
-
-
-def test_a_real_cluster_is_not_in_the_path_of_a_batch(slices):
-  cluster = slices.cluster()
-  compute = lambda state, batch: state
-  assert cluster.on_slices(compute, cluster.view({1})) is compute
-
-
 @pytest.mark.parametrize("code", ["DATA_LOSS", "UNAVAILABLE", "ABORTED", "CANCELLED", "INVALID_ARGUMENT", "INTERNAL"])
 def test_every_error_of_a_health_check_means_that_the_slice_does_not_answer(slices, code):
   cluster = slices.cluster()
   slices.down[1] = f"{code}: worker is gone"
   assert cluster.alive() == {0, 2, 3}
-
-
-def test_a_slice_without_free_memory_has_answered(slices):
-  slices.down[1] = "RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"
-  assert slices.cluster().alive() == {0, 1, 2, 3}
 
 
 def test_a_silent_slice_costs_one_time_limit_and_no_more(slices):
@@ -152,24 +135,6 @@ def test_a_silent_slice_costs_one_time_limit_and_no_more(slices):
   assert len([i for _, i in slices.checks if i == 1]) == 1  # one thread waits, however often the slice is asked
   slices.release(1)
   until(lambda: cluster.alive() == {0, 1, 2, 3})
-
-
-def test_waiting_asks_at_the_poll_interval(slices):
-  cluster = slices.cluster(poll_seconds=0.2)
-  slices.down[2] = "UNAVAILABLE: gone"
-  with pytest.raises(TimeoutError):
-    cluster.wait_for(4, timeout=1.0)
-  asked = [when for when, i in slices.checks if i == 2]
-  assert 2 <= len(asked) <= 7
-  assert all(later - before > 0.15 for before, later in itertools.pairwise(asked[:-1]))
-
-
-def test_waiting_ends_soon_after_a_request_to_stop(slices):
-  cluster = slices.cluster(poll_seconds=1000)
-  slices.down[2] = "UNAVAILABLE: gone"
-  stopping = iter([False, False])
-  alive, seconds = seconds_of(lambda: cluster.wait_for(4, timeout=1000, stop=lambda: next(stopping, True)))
-  assert alive == {0, 1, 3} and seconds < 10
 
 
 def test_a_returned_slice_that_dies_again_is_not_reported_as_returned(slices):
@@ -187,21 +152,6 @@ def test_a_returned_slice_that_dies_again_is_not_reported_as_returned(slices):
     time.sleep(0.02)
 
 
-def test_a_returned_slice_is_found_even_if_steps_take_longer_than_the_poll_interval(slices):
-  cluster = slices.cluster(poll_seconds=0.01)
-  view = cluster.view({0, 1, 2})
-  found = [time.sleep(0.3) or cluster.returned(view) for _ in range(3)]
-  assert found == [frozenset(), {3}, {3}]
-
-
-def test_returned_never_waits_for_a_silent_slice(slices):
-  cluster = slices.cluster()
-  view = cluster.view({0, 1, 2})
-  slices.hang(3)
-  found, seconds = seconds_of(lambda: [cluster.returned(view) for _ in range(20)])
-  assert not any(found) and seconds < TIME_LIMIT
-
-
 def test_a_slice_that_died_and_was_replaced_is_lost(slices):
   """The health check saw the outage; when the loop asks again, the replacement answers."""
   cluster = slices.cluster()
@@ -212,15 +162,6 @@ def test_a_slice_that_died_and_was_replaced_is_lost(slices):
   assert cluster.wait_for(4, timeout=10) == {0, 1, 2, 3}
   assert cluster.died(view) == cluster.lost(view) == {1}
   assert cluster.died(cluster.view(cluster.alive())) == frozenset()
-
-
-def test_a_slice_that_an_error_names_is_lost_even_if_its_replacement_answers_already(slices):
-  cluster = slices.cluster()
-  view = cluster.view(cluster.alive())
-  error = jax.errors.JaxRuntimeError("INTERNAL: Error dispatching: DATA_LOSS: The TPU slice 2 has been lost.")
-  event = classify(error, cluster, view)
-  assert event.kind is Kind.SLICE_DOWN and event.lost == {2}
-  assert cluster.died(view) == {2}
 
 
 def test_a_silent_slice_is_lost_once_the_loop_gives_it_up(slices):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import socket
@@ -9,7 +8,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +23,6 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
 from trainer.process import runtime_errors
 from worlds.addresses import free_port
-from worlds.peers import RunEnded
 
 
 def make(num_slices=4, clock=None):
@@ -50,18 +47,6 @@ def sharded_step(view):
   return step, weight, {"x": batch}
 
 
-def test_start_groups_the_devices_that_are_there():
-  started = cluster.start(ClusterSection(num_slices=2, enable_single_controller=True))
-  assert started.kind == "simulated"
-  assert (started.num_slices, started.devices_per_slice) == (2, 4)
-  assert [d for group in started.slices.values() for d in group] == jax.devices()
-  assert cluster.start(ClusterSection()).num_slices == 1
-  part = cluster.start(ClusterSection(num_slices=3, devices_per_slice=2))
-  view = part.view(part.alive())
-  assert view.slices == (0, 1, 2) and view.num_slices_total == 3 and view.is_full
-  assert [len(group) for group in view.devices] == [2, 2, 2]
-
-
 @pytest.mark.parametrize(
   ("section", "message"),
   [
@@ -75,12 +60,6 @@ def test_start_groups_the_devices_that_are_there():
 def test_impossible_slices_are_refused_at_the_start(section, message):
   with pytest.raises(ConfigError, match=message):
     cluster.start(section)
-
-
-def test_slices_that_one_gpu_cannot_play_are_refused_with_the_way_to_rehearse_them(monkeypatch):
-  monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(platform="gpu", process_index=0, slice_index=0)])
-  with pytest.raises(ConfigError, match=r"does not fit the 1 gpu devices of this run; .* or set JAX_PLATFORMS=cpu"):
-    cluster.start(ClusterSection(num_slices=3, devices_per_slice=1))
 
 
 @pytest.mark.parametrize(
@@ -98,17 +77,6 @@ def test_slices_that_one_gpu_cannot_play_are_refused_with_the_way_to_rehearse_th
 def test_start_refuses_half_a_world(environment, message):
   with pytest.raises(ConfigError, match=message):
     SimulatedCluster.start(ClusterSection(), environment)
-
-
-def test_single_controller_means_one_process():
-  environment = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-  with pytest.raises(ConfigError, match="one process"):
-    SimulatedCluster.start(ClusterSection(enable_single_controller=True), environment)
-
-
-def test_unequal_slices_are_refused():
-  with pytest.raises(ConfigError, match="all need the same number"):
-    SimulatedCluster({0: tuple(jax.devices()[:2]), 1: tuple(jax.devices()[2:3])})
 
 
 def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
@@ -137,27 +105,6 @@ def test_a_lost_slice_fails_the_step_asynchronously_and_only_that_step():
   assert simulated.lost(view) == frozenset()
 
 
-def test_a_slice_outside_the_view_does_not_harm_it():
-  simulated = make()
-  simulated.lose(1)
-  view = simulated.view(simulated.alive())
-  batch = {"x": jnp.ones(3)}
-  assert simulated.poison(batch, view) is batch
-  assert simulated.returned(view) == frozenset()
-  simulated.give_back(1)
-  assert simulated.returned(view) == {1}
-
-
-def test_a_slice_returns_after_its_time():
-  clock = Clock()
-  simulated = make(clock=clock)
-  simulated.lose(3, seconds=5)
-  clock.sleep(4.9)
-  assert simulated.alive() == {0, 1, 2}
-  clock.sleep(0.2)
-  assert simulated.alive() == {0, 1, 2, 3}
-
-
 def test_waiting_brings_a_replacement_unless_the_slice_has_its_own_time():
   clock = Clock()
   simulated = make(clock=clock)
@@ -167,13 +114,6 @@ def test_waiting_brings_a_replacement_unless_the_slice_has_its_own_time():
   assert 0 < clock.now < 2
   simulated.lose(1, seconds=float("inf"))
   with pytest.raises(TimeoutError, match=r"waited 10 s for 4 slices; only \[0, 2, 3\]"):
-    simulated.wait_for(4, timeout=10)
-
-
-def test_a_wait_that_ends_names_the_slices_that_are_not_used_any_more():
-  simulated = make(clock=Clock())
-  simulated.bar([2])
-  with pytest.raises(TimeoutError, match=r"slices \[2\] are not used any more, because they computed wrong sums"):
     simulated.wait_for(4, timeout=10)
 
 
@@ -210,16 +150,6 @@ def test_a_hang_leaves_arrays_that_are_not_ready_until_it_ends(end):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(results), expected)
 
 
-def test_a_hang_that_ends_unnoticed_costs_no_memory():
-  simulated = make()
-  view = simulated.view(simulated.alive())
-  simulated.hang(1)
-  simulated.give_back(1)
-  assert simulated.died(view) == simulated.lost(view) == frozenset()
-  batch = {"x": jnp.ones(3)}
-  assert simulated.poison(batch, view) is batch
-
-
 def test_a_slice_that_was_given_up_during_a_hang_is_replaced_with_empty_memory():
   simulated = make()
   view = simulated.view(simulated.alive())
@@ -229,24 +159,6 @@ def test_a_slice_that_was_given_up_during_a_hang_is_replaced_with_empty_memory()
   assert simulated.lost(view) == {1}
   with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
     jax.block_until_ready(simulated.poison({"x": jnp.ones(3)}, view))
-
-
-def test_slices_that_are_waited_for_return_together():
-  """On a clock that goes on between any two readings, and although the run needs only one of them."""
-  simulated = make()
-  readings = itertools.count()
-  simulated._clock = lambda: 0.05 * next(readings)
-  simulated._sleep = lambda seconds: None
-  simulated.lose(1)
-  simulated.lose(2)
-  assert simulated.wait_for(3, timeout=60) == {0, 1, 2, 3}
-
-
-def test_a_hang_does_not_touch_views_without_the_slice():
-  simulated = make()
-  simulated.hang(1)
-  batch = {"x": jnp.ones(3)}
-  assert simulated.poison(batch, simulated.view({0, 2})) is batch
 
 
 def run_python(code, **environment):
@@ -277,44 +189,9 @@ START = """
 """
 
 
-def test_start_respects_the_devices_that_the_user_forces():
-  code = START + "  c = cluster.start(ClusterSection(num_slices=2)); print(c.devices_per_slice)"
-  assert output(run_python(code, XLA_FLAGS="--xla_force_host_platform_device_count=6")) == "3"
-  assert output(run_python(code, JAX_NUM_CPU_DEVICES="4")) == "2"
-
-
 def test_start_forces_host_devices_in_a_fresh_process():
   code = START + "  c = cluster.start(ClusterSection(num_slices=3, devices_per_slice=2)); print(c.slices)"
   assert output(run_python(code)).count("CpuDevice") == 6
-
-
-def test_more_host_devices_than_a_cpu_can_play_are_refused_at_once():
-  code = (
-    START
-    + """
-  try:
-    cluster.start(ClusterSection(num_slices=2, devices_per_slice=2500))
-  except ValueError as error:
-    print(error)
-"""
-  )
-  message = output(run_python(code, JAX_PLATFORMS="cpu"))
-  assert "num_slices=2 x devices_per_slice=2500 does not fit the 1 cpu devices" in message
-  assert "a CPU plays at most 512" in message
-
-
-def test_multiprocess_is_refused_before_jax_is_imported():
-  code = (
-    START
-    + """
-  import sys
-  try:
-    cluster.start(ClusterSection(cluster="multiprocess"))
-  except ValueError:
-    print("jax" in sys.modules)
-"""
-  )
-  assert output(run_python(code)) == "False"
 
 
 def free_port_of(ports: range) -> int:
@@ -351,14 +228,6 @@ def of_slurm(process: int, port: int) -> dict[str, str]:
 )
 def test_slurm_says_whether_a_task_has_a_node_of_its_own(counts, alone):
   assert joined_processes._one_task_per_node(counts) == alone
-
-
-def test_an_sbatch_script_outside_of_srun_is_one_process():
-  """It has the variables of the job, and no step."""
-  environment = of_slurm(0, 61441)
-  del environment["SLURM_STEP_NODELIST"]
-  assert joined_processes.join(ClusterSection(), environment) == 1
-  assert joined_processes.join(ClusterSection(), of_slurm(0, 61441) | {"SLURM_NTASKS": "1"}) == 1
 
 
 @pytest.mark.parametrize("variables", [of_jax, of_jobset, of_slurm])
@@ -411,11 +280,3 @@ joined_processes.join(ClusterSection(), os.environ)
   assert re.search(line, told), told
   assert re.search(r"error: task \d of 2 has waited 2 s for 1 other", ended.stderr) and remedy in ended.stderr
   assert "Traceback" not in ended.stderr and "Check failure" not in ended.stderr
-
-
-def test_a_port_of_the_coordinator_that_is_in_use_is_no_crash():
-  with (
-    socket.create_server(("127.0.0.1", 0)) as other,
-    pytest.raises(RunEnded, match="uses the port"),
-  ):
-    joined_processes.join(ClusterSection(), of_jax(0, other.getsockname()[1]))

@@ -76,31 +76,6 @@ def test_slices_that_the_run_waits_for_are_replaced_with_empty_memory():
   assert sorted(commands[4:]) == ["revive 0", "revive 1"]
 
 
-def test_a_slice_that_somebody_else_has_killed_is_replaced_when_the_run_waits():
-  slices, commands = faults()
-  slices.server.down.add(3)
-  slices.replace()
-  until(lambda: len(commands) == 1)
-  assert commands == ["revive 3"]
-
-
-def test_a_dead_slice_that_is_told_to_hang_returns_with_empty_memory():
-  slices, commands = faults()
-  slices.lose(1)
-  slices.hang(1)
-  slices.give_back(1)
-  assert commands == ["kill 1", "revive 1"]
-
-
-def test_a_fault_outlives_the_end_of_an_earlier_one():
-  slices, commands = faults()
-  slices.lose(1, 0.2)
-  slices.lose(1, 60)
-  time.sleep(0.4)
-  assert commands == ["kill 1", "kill 1"]
-  slices.close()
-
-
 @pytest.mark.parametrize(
   ("keys", "message"),
   [
@@ -117,11 +92,6 @@ def test_wrong_values_are_refused(keys, message):
   with pytest.raises(ConfigError) as refused:
     load(["configs/base.yml", *keys])
   assert message in str(refused.value)
-
-
-def test_a_second_proxy_in_the_environment_is_refused():
-  with pytest.raises(ConfigError, match="already names a proxy, JAX_BACKEND_TARGET=grpc://host:1"):
-    PathwaysCluster.start(SECTION, {"JAX_BACKEND_TARGET": "grpc://host:1"})
 
 
 def test_a_stand_in_that_does_not_start_is_wrong_input(monkeypatch):

@@ -20,10 +20,7 @@ from trainer.config.errors import ConfigError
   [
     ({"JAX_PLATFORMS": "cuda"}, "JAX_PLATFORMS='cuda': JAX finds no devices: the backend is not installed"),
     ({"XLA_FLAGS": "--xla_nonsense=1"}, "XLA_FLAGS=--xla_nonsense=1: Unknown flag in XLA_FLAGS: --xla_nonsense=1"),
-    ({"JAX_DEBUG_NANS": "perhaps"}, "invalid truth value 'perhaps' for environment 'JAX_DEBUG_NANS'"),
-    ({"JAX_NUM_CPU_DEVICES": "two"}, "JAX_NUM_CPU_DEVICES, JAX_PLATFORMS)"),
     ({"JAX_DISABLE_JIT": "1"}, "JAX_DISABLE_JIT=True: "),
-    ({"XLA_CLIENT_MEM_FRACTION": "half"}, "XLA_CLIENT_MEM_FRACTION=half: it must be the share of a GPU's memory"),
   ],
   ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
 )
@@ -54,7 +51,6 @@ def test_a_value_of_jax_with_which_the_program_cannot_work_is_refused():
     ("--xla_dump_to=/nowhere --xla_cpu_max_isa=AVX2", None),
     ("--xla_cpu_enable_fast_math=perhaps", "Couldn't interpret value perhaps for flag xla_cpu_enable_fast_math"),
     ("no_such_file", 'Could not open file "no_such_file"'),
-    ("xla_cpu_max_isa=AVX2", "Could not open file"),  # without --
   ],
 )
 def test_flags_of_xla_are_tried_first(flags, told):

@@ -13,64 +13,10 @@ from trainer.config.cli import print_config
 from trainer.config.keys import all_keys
 
 SECONDS = 2.0
-SENTINELS = [
-  "",
-  "None",
-  "none",
-  "null",
-  "~",
-  "-1",
-  "0",
-  "1",
-  "true",
-  "False",
-  "nan",
-  "inf",
-  "-inf",
-  "[]",
-  "{}",
-  "['a']",
-]
-SENTINELS += [
-  "1e400",
-  "-1e400",
-  "9" * 5000,
-  "2000000000",
-  "1e-320",
-  "0x10",
-  "1_000",
-  " 5 ",
-  "..",
-  "/",
-  "~nobody/x",
-  "gs://",
-]
-SENTINELS += [
-  "/dev/null",
-  "a\x00b",
-  "\ud800",
-  "\u0661",
-  "x" * 5000,
-  "a=b",
-  "--",
-  "${X?}",
-  "<USER>",
-  "fp8",
-  "flash",
-  "1:2",
-]
-OTHER_NAMES = [
-  "elastic_slices",
-  "mesh_axes",
-  "model.head_dim",
-  "a.b.c",
-  ".",
-  "",
-  "run",
-  "base_config",
-  "print_config",
-  "\x00",
-]
+SENTINELS = "None none null ~ -1 0 1 true False nan inf -inf [] {} ['a'] 1e400 -1e400 2000000000 1e-320 0x10".split()
+SENTINELS += "1_000 .. / ~nobody/x gs:// /dev/null a=b -- ${X?} <USER> fp8 flash 1:2".split()
+SENTINELS += ["", " 5 ", "9" * 5000, "a\x00b", "\ud800", "\u0661", "x" * 5000]
+OTHER_NAMES = ["elastic_slices", "model.head_dim", "a.b.c", ".", "", "run", "base_config", "print_config", "\x00"]
 
 names = st.sampled_from([*all_keys(), *OTHER_NAMES]) | st.text(max_size=12)
 values = (
@@ -105,19 +51,16 @@ def loads_or_refuses(argv: list[str]) -> None:
 @given(st.lists(st.tuples(names, values), min_size=1, max_size=5))
 @example([("base_emb_dim", "2000000000")])
 @example([("model_name", "a\x00b")])
-@example([("model_name", "x" * 5000)])
 @example([("model_name", "\ud800")])
-@example([("elastic_enabled", "true"), ("fault_injection", "slice_down@" + "9" * 5000 + ":1")])
 @example([("elastic_enabled", "true"), ("fault_injection", "slice_down@1:" + "9" * 5000)])
-@example([("elastic_enabled", "true"), ("fault_injection", "slice_down@1:1/" + "9" * 5000)])
 @example([("elastic_enabled", "true"), ("fault_injection", "random:seed=" + "9" * 5000 + ",rate=0.5")])
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arguments_load_or_are_refused(pairs):
   loads_or_refuses(["configs/base.yml", *(f"{name}={value}" for name, value in pairs)])
 
 
 @given(pairs=st.lists(lines, min_size=1, max_size=5))
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_yaml_loads_or_is_refused(pairs, tmp_path):
   text = "".join(f"{name}: {value}\n" for name, value in pairs)
   (tmp_path / "c.yml").write_bytes(text.encode("utf-8", "surrogatepass"))

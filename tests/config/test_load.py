@@ -79,11 +79,6 @@ def test_a_choice_removes_keys_of_lower_precedence_that_it_disables(write):
       load(argv)
 
 
-def test_base_yml_can_be_a_parent_in_every_folder(write):
-  config = load([write("mine.yml", "base_config: base.yml\nmodel_name: qwen3-0.6b\nsteps: 7\n")])
-  assert (config.model.head_dim, config.run.steps) == (128, 7)
-
-
 def test_restated_defaults_of_base_yml_do_not_conflict_with_a_model():
   config = load(["configs/base.yml", "model_name=qwen3-0.6b"])
   assert config.model.base_emb_dim == 1024
@@ -100,25 +95,6 @@ def test_an_edited_copy_of_base_yml_conflicts_only_where_it_was_edited(write):
   assert "head_dim" not in message
 
 
-def test_an_edited_copy_of_base_yml_overrides_only_where_it_was_edited(write):
-  text = (package_root() / "configs/base.yml").read_text()
-  for old, new in {
-    "model_name: default": "model_name: qwen3-0.6b",
-    "override_model_config: false": "override_model_config: true",
-    "vocab_size: 32000": "vocab_size: 4096",
-  }.items():
-    assert old in text
-    text = text.replace(old, new)
-  model = load([write("copy.yml", text)]).model
-  assert (model.vocab_size, model.head_dim, model.base_emb_dim) == (4096, 128, 1024)
-
-
-def test_a_model_file_that_names_itself_is_refused(write):
-  text = "".join(f"{name}: {str(value).lower()}\n" for name, value in Config().model.model_dump(mode="json").items())
-  text = text.replace("model_name: default", "model_name: ./x.yml").replace("config: false", "config: true")
-  assert "leads back to itself" in failure(write("x.yml", text))
-
-
 def test_a_default_value_in_the_users_own_yaml_is_a_choice(write):
   own = write("own.yml", f"model_name: qwen3-0.6b\nhead_dim: {Config().model.head_dim}\n")
   assert "head_dim=64 (own.yml line 2) instead of 128" in failure(own)
@@ -132,10 +108,6 @@ def test_command_line_against_the_model_is_a_conflict_unless_overridden(given):
   assert "override_model_config=true" in message
   config = load(["configs/base.yml", "model_name=qwen3-0.6b", given, "override_model_config=true"])
   assert (config.model.head_dim, config.model.base_emb_dim) == (64, 1024)
-
-
-def test_the_same_value_as_the_models_is_not_a_conflict():
-  assert load(["configs/base.yml", "model_name=qwen3-0.6b", "head_dim=128"]).model.head_dim == 128
 
 
 def test_a_user_can_define_a_model_in_a_yaml_file(write):
@@ -197,10 +169,6 @@ def test_keys_of_earlier_commits_and_of_launchers_are_unknown(write, name):
     assert f"{name} (" in failure(*argv) and "there is no such key" in failure(*argv)
 
 
-def test_a_value_of_a_model_is_no_key_of_a_run():
-  assert "model_name=FILE.yml" in failure("configs/base.yml", "rope_low_freq_factor=2")
-
-
 def test_an_option_of_preflight_is_answered(write):
   assert "an option of trainer.tools.preflight" in failure("configs/base.yml", "preflight.degraded=full")
   message = failure(write("a.yml", "compile_topology: v5e-16"))
@@ -239,11 +207,6 @@ def test_an_activation_is_a_key_as_in_maxtext(words):
   assert config.model.activations == {"decoder_layer_input": "device", "query_proj": "device", "mlpwo": "offload"}
 
 
-def test_configs_are_found_from_every_folder(tmp_path, monkeypatch):
-  monkeypatch.chdir(tmp_path)
-  assert load(["configs/base.yml", "model_name=llama3.2-1b"]).model.rope_scaling_factor == 32
-
-
 def test_loading_creates_nothing(tmp_path, monkeypatch):
   monkeypatch.chdir(tmp_path)
   load(["configs/base.yml", "base_output_directory=out", "run_name=r", "dataset_cache_directory=cache"])
@@ -262,28 +225,15 @@ def test_unknown_keys_get_the_nearest_name(write):
   ("argument", "words"),
   [
     ("steps=abc", "steps=abc (command line): steps must be a whole number"),
-    ("steps=1.5", "must be a whole number"),
-    ("steps=", "must be a whole number"),
     ("steps=" + 5000 * "9", "must be"),
-    ("steps=0", "must be at least 1"),
-    ("steps=3000000000", "must be at least 1 and at most 2147483647"),
-    ("steps=1e30", "must be at least 1 and at most 2147483647"),
     ("init_weights_seed=4294967296", "must be at least -2147483648 and at most 4294967295"),
-    ("init_weights_seed=-2147483649", "must be at least -2147483648"),
     ("data_shuffle_seed=18446744073709551616", "and at most 18446744073709551615"),
-    ("data_shuffle_seed=-9223372036854775809", "must be at least -9223372036854775808"),
-    ("per_device_batch_size=1e300", "per_device_batch_size must be above 0 and at most 1000000"),
-    ("learning_rate=fast", "must be a finite number"),
     ("learning_rate=nan", "must be a finite number"),
     ("learning_rate=-1", "must be at least 0"),
     ("per_device_batch_size=0", "must be above 0"),
-    ("eval_fraction=2", "must be at least 0 and at most 1"),
-    ("elastic_enabled=1", "must be true or false"),
     ("elastic_enabled=yes", "must be true or false"),
     ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
-    ("remat_policy=minimal_wth_context", "Did you mean minimal_with_context?"),
     ("dataset_type=c4_mlperf", "grain_train_files=FILES.\nChoices: synthetic, text, grain, tfds, hf"),
-    ("opt_type=adaw", "Did you mean adamw?"),
   ],
 )
 def test_wrong_values_name_value_and_rule(argument, words):
@@ -315,12 +265,7 @@ def test_broken_yaml_names_the_line(write):
   assert "the key is a list" in failure(write("x.yml", "? [steps]\n: 5\n"))
   assert "another document" in failure(write("x.yml", "steps: 5\n---\nsteps: 6\n"))
   assert "flat mapping" in failure(write("x.yml", "- steps\n"))
-  assert "nested too deep" in failure(write("x.yml", "steps: " + 3000 * "[" + 3000 * "]"))
-
-
-def test_a_file_that_is_not_text_is_refused(write, tmp_path):
-  (tmp_path / "bytes.yml").write_bytes(b"\xff\xfe\x00steps")
-  assert "bytes.yml: cannot be read as YAML text" in failure("bytes.yml")
+  assert "nested too deep" in failure(write("x.yml", "steps: " + 1100 * "[" + 1100 * "]"))
 
 
 def test_a_missing_file_is_reported_with_similar_names(write):
@@ -343,14 +288,6 @@ def test_all_independent_mistakes_of_files_and_command_line_are_reported(write):
   words += ["steps=many (parent.yml line 1)", "attention=flsh (command line)"]
   assert message.startswith("5 mistakes in the configuration:")
   assert all(word in message for word in words), message
-
-
-def test_all_mistakes_between_keys_and_of_folders_are_reported(write, tmp_path):
-  write("file", "x")
-  message = failure("configs/base.yml", "head_dim=33", "opt_type=sgd", "adam_b2=.5", "dataset_path=gone", "run_name=..")
-  for words in ("head_dim=33: must be even", "adam_b2=0.5: has an effect only", "dataset_path=gone", "run_name='..'"):
-    assert words in message
-  assert message.startswith("4 mistakes")
 
 
 def test_of_many_mistakes_ten_are_shown():
@@ -381,9 +318,3 @@ def test_arguments_that_are_not_assignments():
   for argument in ("--print-config=1", "print_config=true"):
     assert f"{argument}: --print-config takes no value" in failure("configs/base.yml", argument)
   assert "belongs in a YAML file" in failure("configs/base.yml", "base_config=x.yml")
-
-
-def test_the_config_is_frozen():
-  config = load(["configs/base.yml"])
-  with pytest.raises(ValueError, match="frozen"):
-    config.run.steps = 5

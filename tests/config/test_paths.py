@@ -7,7 +7,6 @@ import os
 
 import pytest
 
-from input_pipeline import corpus
 from trainer.config import ConfigError, load, paths
 
 
@@ -22,7 +21,7 @@ def failure(*keys: str) -> str:
   return str(caught.value)
 
 
-@pytest.mark.parametrize("folder", ["/proc/runs", "/proc/1/runs", "/dev/null/runs"])
+@pytest.mark.parametrize("folder", ["/proc/runs", "/dev/null/runs"])
 def test_an_output_folder_that_cannot_be_written_is_refused(folder):
   assert f"base_output_directory={folder}" in failure(f"base_output_directory={folder}")
 
@@ -48,16 +47,7 @@ def test_a_new_output_folder_is_accepted_and_not_created(tmp_path):
 
 @pytest.mark.parametrize(
   "address",
-  [
-    "az://x/y",
-    "hdfs://foo",
-    "file:///tmp/x",
-    "://x",
-    "gs:/bucket/x",
-    "s3:/bucket",
-    "/tmp/gs://bucket",
-    "GS://bucket/x",
-  ],
+  ["az://x/y", "://x", "gs:/bucket/x", "/tmp/gs://bucket", "GS://bucket/x"],
 )
 @pytest.mark.usefixtures("gcsfs")
 def test_an_address_that_cannot_be_written_is_refused(address, tmp_path):
@@ -84,18 +74,7 @@ def test_a_folder_in_the_place_of_a_run_file_is_refused(tmp_path):
   assert "checkpoints: is a file, and the run needs a folder" in failure("run_name=c")
 
 
-def test_caches_must_be_folders(tmp_path):
-  (tmp_path / "file").write_text("x")
-  for name in ("jax_cache_dir", "dataset_cache_directory"):
-    assert failure(f"{name}=file").startswith(f"{name}=file: {tmp_path}/file is a file, not a folder")
-  assert "dataset_cache_directory is empty" in failure("dataset_cache_directory=")
-  load(["configs/base.yml", "dataset_cache_directory=", "dataset_type=synthetic"])
-  load(["configs/base.yml", "jax_cache_dir="])
-
-
-KEYS = ["base_output_directory", "jax_cache_dir", "dataset_path", "eval_dataset_path", "dataset_cache_directory"]
-KEYS += ["tokenizer_type=bpe tokenizer_path", "model_name"]
-KEYS += ["enable_emergency_checkpoint=true local_checkpoint_period=2 local_checkpoint_directory"]
+KEYS = ["base_output_directory", "dataset_path", "tokenizer_type=bpe tokenizer_path"]
 
 
 @pytest.mark.parametrize("keys", KEYS)
@@ -104,12 +83,11 @@ KEYS += ["enable_emergency_checkpoint=true local_checkpoint_period=2 local_check
   [
     ("~nouser/x", "there is no such user"),
     ("x/" * 2500, "is too long"),
-    ("./" + 300 * "x", "is too long"),
     ("./" + 200 * "\u00e9", "is too long"),
     ("a/b\0c", "has a NUL"),
     ("a/\ud800", "has a character that no file name can have"),
   ],
-  ids=["user", "long", "long name", "many bytes", "NUL", "surrogate"],
+  ids=["user", "long", "many bytes", "NUL", "surrogate"],
 )
 def test_a_path_that_no_file_can_have_is_refused(keys, value, words, tmp_path):
   *others, name = keys.split()
@@ -117,10 +95,6 @@ def test_a_path_that_no_file_can_have_is_refused(keys, value, words, tmp_path):
   assert name in message and words in message
   assert len(message) < 400
   assert list(tmp_path.iterdir()) == []
-
-
-def test_the_message_shows_the_given_value_and_not_the_resulting_path():
-  assert failure("base_output_directory=~nouser/x").startswith("base_output_directory=~nouser/x: ")
 
 
 def test_a_config_file_with_an_impossible_name_is_refused(tmp_path):
@@ -151,17 +125,11 @@ def test_a_tilde_means_the_home_folder(monkeypatch, tmp_path):
   "keys",
   [
     ["base_output_directory="],
-    ["base_output_directory=gs://<BUCKET>"],
     ["base_output_directory=gs:///runs"],
     ["base_output_directory=gs://Bucket_A?/runs"],
-    ["base_output_directory=${OUTPUT_PATH?}"],
     ["run_name=../elsewhere"],
-    ["run_name=/absolute"],
-    ["run_name=."],
     ["run_name=" + 300 * "a"],
     ["run_name=a\tb"],
-    ["run_name=pathways-<USER>"],
-    ["run_name=lr[3e-4]"],
     ["run_name=a*"],
     ["base_output_directory=runs[1]"],
   ],
@@ -185,54 +153,6 @@ def test_a_dataset_path_must_contain_text(tmp_path):
   assert "has no file of .txt" in failure("dataset_path=memory://bucket/data")
   (tmp_path / "data" / "inner" / "a.txt").write_text("hello")
   load(["configs/base.yml", "dataset_path=data", "eval_dataset_path=data/inner/a.txt"])
-
-
-def test_a_dataset_path_is_checked_as_the_corpus_reads_it(tmp_path):
-  (tmp_path / "data").mkdir()
-  (tmp_path / "data" / "gone.txt").symlink_to("nowhere")
-  for name in ("a", "b"):
-    (tmp_path / "data" / name).symlink_to(".")
-  os.mkfifo(tmp_path / "data" / "pipe.txt")
-  assert "contains no file of .txt" in failure("dataset_path=data")
-  assert "is not a text file" in failure("dataset_path=data/pipe.txt")
-  (tmp_path / "elsewhere").mkdir()
-  (tmp_path / "elsewhere" / "a.txt").write_text("hello")
-  (tmp_path / "data" / "link").symlink_to("../elsewhere")
-  config = load(["configs/base.yml", "dataset_path=data"])
-  assert [piece.name for piece in corpus.find("dataset_path", config.data.dataset_path)] == ["link/a.txt"]
-
-
-@pytest.mark.parametrize(
-  ("keys", "message"),
-  [
-    ("dataset_type=grain grain_file_type=jsonl grain_train_files=shut/a.jsonl", "'shut/a.jsonl' has no files"),
-    ("dataset_type=grain grain_file_type=jsonl grain_train_files=shut/**/a.jsonl", "'shut/**/a.jsonl' has no files"),
-    ("dataset_type=hf dataset_path=shut", "has neither dataset_dict.json nor state.json"),
-    ("model_name=shut", "there is no such model"),
-  ],
-)
-def test_a_folder_without_permission_to_search_has_no_files(monkeypatch, keys, message):
-  stat = os.stat
-
-  def refused(path, *arguments, **options):
-    if "shut" in str(path):
-      raise PermissionError(13, "Permission denied", path)
-    return stat(path, *arguments, **options)
-
-  monkeypatch.setattr(os, "stat", refused)
-  assert message in failure(*keys.split())
-
-
-def test_a_dataset_path_that_is_not_read_is_not_checked():
-  load(["configs/base.yml", "dataset_path=gone", "dataset_type=synthetic"])
-  assert load(["configs/base.yml"], check_paths=False) == load(["configs/base.yml"])
-
-
-def test_a_tokenizer_file_must_exist(tmp_path):
-  keys = ["tokenizer_type=bpe", "tokenizer_path=t.json"]
-  assert "there is no such file" in failure(*keys)
-  (tmp_path / "t.json").write_text("{}")
-  load(["configs/base.yml", *keys])
 
 
 def test_a_local_checkpoint_folder_must_be_writable(tmp_path):

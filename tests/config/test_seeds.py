@@ -60,25 +60,9 @@ def test_the_model_of_the_pathways_guide_is_eight_times_as_large():
   assert (model.emb_dim, model.num_decoder_layers) == (1024, 16)
 
 
-def test_a_key_with_hyphens_is_the_key():
-  assert load(["configs/base.yml", "--checkpoint-period=5", "max-target-length=64"]).checkpoint.checkpoint_period == 5
-
-
 # ---- MaxText
 
-REFUSED = """
-hardware=cpu skip_jax_distributed_system=true monitor_goodput=true use_truncation=true
-dcn_expert_parallelism=2 dataset_name=c4/en hf_path=allenai/c4 hf_access_token=x grain_worker_count=4
-cosine_learning_rate_final_fraction=0.1 decoder_block=llama2 enable_multi_tier_checkpointing=true
-multi_tier_checkpointing_backup_interval_minutes=30 metrics_file=m.txt compiled_trainstep_file=x
-logits_dot_in_fp32=true sa_block_q=512 capacity_factor=1 ici_sequence_parallelism=2 save_checkpoint_on_completion=true
-adamw_mask=x skip_step_on_spikes=true use_vertex_tensorboard=true rope_use_scale=true
-grain_use_elastic_iterator=true collect_stack_trace=true enable_dropout=false use_qwix_quantization=true
-mesh_axes=['data'] logical_axis_rules=[] trainable_parameters_mask=[] enable_jax_profiler=true qkv_proj=device
-mlpwi=device kv_proj=remat attention_out=device emb_dim=4 megablox=true engram_layers=[] use_mrope=true
-num_channels_for_vit=3 distill_alpha=1 inference_server=x num_pipeline_microbatches=4
-wi_tile_fwd_mlp_dim=1 ici_context_usp_ulysses_parallelism=2 model.emb_dim=4 --logical-axis-rules=[]
-"""
+REFUSED = "hardware=cpu dcn_expert_parallelism=2 mesh_axes=['data'] model.emb_dim=4 --logical-axis-rules=[]"
 
 
 @pytest.mark.parametrize("argument", REFUSED.split())
@@ -98,34 +82,18 @@ def test_answers_name_only_keys_that_exist_and_hide_no_key():
   assert {row.partition("=")[0] for row in answers.tables()["values"]} <= all_keys().keys()
 
 
-def test_each_name_of_maxtext_is_written_once():
-  names = [name for row in answers.tables()["keys"] for name in row.split()]
-  assert len(names) == len(set(names)) > 200
-
-
 @pytest.mark.parametrize(
   ("argument", "words"),
   [
     ("remat_policy=minimal_flash", "Use remat_policy=minimal_with_context"),
-    ("attention=cudnn_flash_te", "Use attention=flash"),
     ("tokenizer_type=sentencepiece", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
-    ("tokenizer_type=huggingface", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
-    ("tokenizer_type=tiktoken", "Use tokenizer_type=bpe with tokenizer_path=FILE"),
     ("packing=true", "Use packing=split or best_fit"),
-    ("grain_file_type=tfrecord", "Convert the files to ArrayRecord or Parquet once"),
     ("dataset_type=c4_mlperf", "Give files with dataset_type=grain grain_train_files=FILES"),
-    ("opt_type=adam_pax", "Use opt_type=adamw"),
-    ("quantization=fp8_gpu", "Use quantization=fp8"),
-    ("profiler=nsys", "Use profiler=xplane"),
     ("max_num_checkpoints_to_keep=None", "set checkpoint_keep_period=1"),
-    ("num_slices=-1", "num_slices must be at least 0"),
     ("steps=-1", "learning_rate_schedule_steps=-1 then follows it"),
     ("eval_steps=-1", "Give the number of batches"),
     ("vocab_size=None", "To use the default, 32000, remove the key"),
-    ("base_output_directory=None", "To use the default, runs, remove the key"),
     ("dataset_path=[a,b]", "not a list. Several text files go into one folder"),
-    ("steps=[5]", "not a list"),
-    ("remat_policy=['full']", "not a list"),
   ],
 )
 def test_values_of_maxtext_without_meaning_are_refused_with_what_to_use(argument, words):
@@ -136,11 +104,7 @@ def test_values_of_maxtext_without_meaning_are_refused_with_what_to_use(argument
   ("argument", "value"),
   [
     ("learning_rate_schedule_steps=-1", -1),
-    ("elastic_min_slice_count=-1", -1),
     ("quantization=None", ""),
-    ("quantization=none", ""),
-    ("profiler=null", ""),
-    ("mu_dtype=None", ""),
     ("tokenizer_path=None", ""),
     ("remat_policy=none", "none"),
     ("sample_prompt=[a, b]", "[a, b]"),

@@ -59,8 +59,3 @@ def test_a_number_that_does_not_cut_the_rows_is_refused(tmp_path):
   devices_decide = "gradient_accumulation_steps=2", "ici_fsdp_parallelism=1", "ici_tensor_parallelism=-1"
   with pytest.raises(ConfigError, match=r"shares_per_slice=3: its rows .*accumulation_steps=2.*\.\nUse 1, 2, or -1"):
     chosen(tmp_path, *devices_decide, "shares_per_slice=3")
-
-
-def test_devices_that_share_a_row_make_more_cuts_possible(tmp_path):
-  keys = "per_device_batch_size=0.5", "ici_tensor_parallelism=4", "shares_per_slice=2"
-  assert chosen(tmp_path, *keys).elastic.shares_per_slice == 2

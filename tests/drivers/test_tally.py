@@ -7,9 +7,10 @@ from collections import Counter
 import jax
 import numpy as np
 import pytest
+from tests.drivers.member_threads import STEPS, Runs
 from tests.support.elastic_harness import TINY
 from tests.support.jax_processes import Processes
-from tests.support.member_threads import STEPS, Runs
+from tests.support.seeds import few
 
 from input_pipeline.tally import Tally
 from trainer.drivers.many_worlds import ManyWorlds
@@ -18,7 +19,7 @@ from trainer.models import experts
 MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16")
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", few([2], [1, 2]))
 def test_members_read_each_row_once_and_their_sums_are_the_whole_batch(tmp_path, monkeypatch, group):
   """The balance loss of experts needs the weights of the whole batch, and the receipt its digest."""
   runs = Runs(tmp_path, [*TINY.split(), *MOE])
@@ -53,6 +54,7 @@ def test_processes_of_one_world_count_each_row_once(server, tmp_path):
   Processes(server, "tallies", tmp_path, 2).finish()
 
 
+@pytest.mark.soak
 def test_counts_of_tokens_of_experts_travel_unrounded_with_gradients_in_bfloat16(tmp_path, monkeypatch):
   """In bfloat16, 771 tokens are 772."""
   step, loads = ManyWorlds.step, []

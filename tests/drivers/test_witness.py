@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.drivers.member_threads import STEPS, Played, Runs
 from tests.support.elastic_harness import TINY
-from tests.support.member_threads import STEPS, Played, Runs
 
 from trainer.config.faults import Fault, parse
 from trainer.drivers.compared_share import ComparedShare

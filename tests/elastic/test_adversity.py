@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -14,7 +13,6 @@ from tests.support.seeds import few
 
 from trainer.elastic import hang as hang_lib
 from trainer.elastic.elastic_run import Outcome
-from trainer.run import attempt
 
 DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"
 
@@ -103,34 +101,6 @@ def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run
   assert downs[-1]["monotonic"] < saved["monotonic"] - saved["seconds"]
 
 
-STARTS_OF_EVALUATIONS = (
-  f"hang@6:1:eval, slice_down@{STEPS}:2:eval",
-  f"slice_down@6:2:eval, hang@{STEPS}:1:eval",
-)
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("faults", few(STARTS_OF_EVALUATIONS[:1], STARTS_OF_EVALUATIONS))
-def test_faults_at_the_start_of_evaluations(monkeypatch, harness, undisturbed_run, faults):
-  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 1.0)
-  history = harness.run("eval", [*EVALUATED, f"fault_injection={faults}"])
-  check(history, undisturbed_run)
-  assert [record["step"] for record in history.of_kind("eval")] == [6, STEPS]
-  assert [record["fault"] for record in history.of_kind("fault_injected")] == faults.split(", ")
-  downs = [record for record in history.of_kind("recovery") if record["event"] == "slice_down"]
-  assert sorted(record["slice"] for record in downs) == [[1], [2]]
-  assert all(record["steps_lost"] <= 1 for record in downs)
-  assert len(history.of_kind("hang")) == 1
-
-
-@pytest.mark.timeout(900)
-def test_a_slice_lost_while_the_first_state_is_restored(harness, undisturbed_run):
-  history = harness.run("restore", [*KEYS, DEGRADE, "fault_injection=slice_down@1:1:restore"])
-  check(history, undisturbed_run)
-  (recovery,) = history.of_kind("recovery")
-  assert (recovery["slice"], recovery["step_before"], recovery["tier"]) == ([1], 0, "none")
-
-
 @pytest.mark.timeout(900)
 def test_every_event_leaves_its_whole_record(harness, undisturbed_run, tmp_path, monkeypatch):
   for _ in range(2):  # the first run compiles what the recoveries need, unless tests before this one did
@@ -181,43 +151,6 @@ def test_sigterm_during_the_wait_for_a_replacement(harness, undisturbed_run):
 
 
 @pytest.mark.timeout(900)
-def test_an_attempt_that_fails_at_its_start_leaves_no_thread(harness, monkeypatch):
-  """Every opened part is closed, wherever the attempt ends."""
-
-  def fail(*arguments):
-    raise RuntimeError("the records cannot be opened")
-
-  monkeypatch.setattr(attempt, "StepRecords", fail)
-  before = set(threading.enumerate())
-  with pytest.raises(RuntimeError, match="cannot be opened"):
-    harness.run("fails", [*KEYS, DEGRADE])
-  ended = [thread for thread in threading.enumerate() if thread not in before and not thread.name.startswith("compile")]
-  deadline = time.monotonic() + 20
-  while [t for t in ended if t.is_alive()] and time.monotonic() < deadline:
-    time.sleep(0.05)
-  assert not [thread.name for thread in ended if thread.is_alive()]
-
-
-@pytest.mark.timeout(900)
-def test_evaluations_do_not_count_as_step_time_in_a_resize_decision(harness):
-  """Otherwise, after a slow evaluation, steps would seem slow and a resize would seem worth its cost."""
-  seen = []
-
-  def slow_down_evaluations(session, cluster):
-    read = session.data.evaluations["eval"].batch
-
-    def batch(index, rows=None):
-      time.sleep(1.0)
-      return read(index, rows)
-
-    session.data.evaluations["eval"].batch = batch
-
-  harness.run("timed", [*KEYS, DEGRADE, "eval_interval=1", "eval_steps=1"], slow_down_evaluations, watch=seen.append)
-  assert len(seen) == 1
-  assert 0 < seen[0].steps.step_seconds < 0.9
-
-
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
   ("step", "mode"), few([(1, FIXED), (7, DEGRADE)], [(1, FIXED), (1, DEGRADE), (2, FIXED), (7, DEGRADE)])
 )
@@ -230,11 +163,3 @@ def test_a_real_hang_is_recovered_from_with_snapshots_on(monkeypatch, harness, u
   assert (recovery["slice"], recovery["step_before"]) == ([1], step - 1)
   assert recovery["steps_lost"] in (0, 1), "a snapshot of a step that was never recorded was restored"
   assert len(history.of_kind("hang")) == 1
-
-
-@pytest.mark.timeout(900)
-def test_a_hang_that_ends_before_the_health_check_is_only_slow(harness, undisturbed_run):
-  history = harness.run("short", [*KEYS, DEGRADE, "fault_injection=hang@5:1/0.3"])
-  check(history, undisturbed_run, 0)
-  assert len(history.of_kind("attempt_start")) == 1
-  assert [record["fault"] for record in history.of_kind("fault_injected")] == ["hang@5:1/0.3"]

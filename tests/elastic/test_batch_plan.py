@@ -32,27 +32,7 @@ def test_every_row_is_computed_once_and_no_slice_has_more_than_one_unit_of_paddi
   assert p.relative_throughput >= k / n - 1 / -(-n * m * units // k)
 
 
-def test_the_full_topology_takes_its_own_shares_in_order_without_padding():
-  (rows,) = (p := plan(3, 3, 2, 4)).groups
-  assert p.padding_share == 0 and p.relative_throughput == 1
-  for i in range(3):
-    np.testing.assert_array_equal(rows[:, i], np.arange(8).reshape(2, 4) + 8 * i)
-
-
-def test_seven_of_eight_slices_have_four_fifths_of_the_speed_with_four_rows_a_device():
-  p = plan(8, 7, 1, 4)
-  first, last = p.groups
-  assert (first.shape, last.shape, p.relative_throughput) == ((1, 7, 3), (1, 7, 2), 0.8)
-  np.testing.assert_array_equal(first[0, :, 0], [0, 5, 10, 15, 20, 24, 28])
-  np.testing.assert_array_equal(last[0, :, -1], [4, 9, 14, 19, PADDING, PADDING, PADDING])
-
-
 @pytest.mark.parametrize(("n", "k", "m", "r"), [(3, 0, 1, 1), (3, 4, 1, 1), (3, 1, 0, 1), (3, 1, 1, 0)])
 def test_impossible_plans_are_refused(n, k, m, r):
   with pytest.raises(ValueError, match="at least 1"):
     plan(n, k, m, r)
-
-
-def test_rows_that_do_not_divide_over_the_devices_are_refused():
-  with pytest.raises(ValueError, match="3 rows do not divide by 2 ways"):
-    plan(2, 1, 1, 3, ways=2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 from tests.support.elastic_harness import Harness
+from tests.support.seeds import few
 
 from trainer.checkpoint.arrays import fingerprint, verified_load
 from trainer.cluster.simulated import SimulatedCluster
@@ -18,7 +19,8 @@ def two_slices() -> SimulatedCluster:
   return SimulatedCluster({i: (jax.devices()[i],) for i in range(2)}, replacement_seconds=0.05)
 
 
-@pytest.mark.parametrize("keys, batch_bytes", [(LARGE, verified_load.MIN_BATCH_BYTES), ((), 1)], ids=["large", "tiny"])
+@pytest.mark.slow
+@pytest.mark.parametrize("keys, batch_bytes", few([((), 1)], [(LARGE, verified_load.MIN_BATCH_BYTES), ((), 1)]))
 def test_losses_and_returns_compile_nothing(tmp_path, monkeypatch, keys, batch_bytes):
   """Before, a restore compiled the fingerprints of each of its batches, the first evaluation on other slices its
   program, and the first comparison of a slice too."""

@@ -118,28 +118,6 @@ def test_errors_of_the_program_are_fatal(cluster, error):
   assert classify(error, cluster, cluster.view({0, 1})).kind is Kind.FATAL
 
 
-def test_a_wrapped_runtime_error_is_found(cluster):
-  view = cluster.view(cluster.alive())
-  try:
-    try:
-      raise runtime_error(LOSS[0])
-    except jax.errors.JaxRuntimeError as cause:
-      raise ValueError("the background save failed") from cause
-  except ValueError as error:
-    assert classify(error, cluster, view).kind is Kind.SLICE_DOWN
-
-
-def test_nan_is_deterministic(cluster):
-  assert classify(FloatingPointError("loss is nan"), cluster, cluster.view({0})).kind is Kind.DETERMINISTIC
-
-
-def test_a_hang_names_the_silent_slices(cluster):
-  view = cluster.view(cluster.alive())
-  cluster.hang(3)
-  event = classify(SliceHang("step 4 ...", [3]), cluster, view)
-  assert event.kind is Kind.HANG and event.is_slice_loss and event.lost == {3}
-
-
 def test_a_hang_that_has_ended_meanwhile_still_costs_the_named_slices(cluster):
   """The loop ends the attempt, so all parts must agree on the lost slices of this event."""
   view = cluster.view(cluster.alive())

@@ -18,6 +18,7 @@ def test_a_history_loses_nothing(harness, undisturbed_run, seed):
   assert elastic.check(history, undisturbed_run, fixed_mesh) == [], faults
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_history_of_a_model_with_experts_loses_nothing(harness):
   keys = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "load_balance_loss_weight=0.1")
@@ -28,9 +29,3 @@ def test_a_history_of_a_model_with_experts_loses_nothing(harness):
   assert elastic.check(history, undisturbed, fixed_mesh) == [], faults
   assert history.of_kind("recovery")
   assert any(name.endswith("feed_forward.load") for name in history.state), list(history.state)
-
-
-def test_a_run_on_other_data_breaks_the_rules(harness, undisturbed_run):
-  other = harness.run("other", [*elastic.KEYS, "data_shuffle_seed=1"], look=elastic.look)
-  broken = "; ".join(elastic.check(other, undisturbed_run, fixed_mesh=True))
-  assert "used other examples" in broken and "has other values: {'loss'" in broken and "in the final state" in broken

@@ -4,14 +4,13 @@ import re
 import threading
 import time
 import types
-from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
+from tests.elastic.toy_run import Clock, ToyRun, simulated_cluster, train
 from tests.support import guide_awk
 from tests.support.command import without_times
-from tests.support.toy_run import Clock, ToyRun, simulated_cluster, train
 
 from trainer.elastic import hang
 from trainer.elastic.elastic_run import ElasticRun, Outcome
@@ -34,16 +33,6 @@ def same_run(toy, undisturbed, relative=1e-6):
   assert toy.rows == undisturbed.rows
   for step, loss in undisturbed.losses.items():
     assert toy.losses[step] == pytest.approx(loss, rel=relative), f"step {step}"
-
-
-def test_an_undisturbed_run_is_one_attempt(undisturbed):
-  assert undisturbed.lines[:2] == ["Elastic utils: Elastic training enabled.", "Elastic Retry Enabled"]
-  assert undisturbed.lines[2] == "Compiling for slices [0, 1, 2, 3] ..."
-  assert undisturbed.lines[3] == (
-    "step=1 elastic_manager.elastic_down_event_count=0 elastic_manager.good_slice_count=4"
-  )
-  assert [r["kind"] for r in undisturbed.records if r["kind"].startswith("attempt")] == ["attempt_start", "attempt_end"]
-  assert undisturbed.restores == [(0, "none")]
 
 
 def test_degrade_and_grow_loses_nothing(undisturbed):
@@ -101,20 +90,6 @@ def test_other_work_between_a_restore_and_the_first_step_is_no_part_of_the_recov
   assert [record["compilations"] for record in done] == [2, 2]
 
 
-def test_an_evaluation_goes_on_after_a_loss_where_slices_are_processes():
-  recovery, clock, counter, done = recovery_log()
-  with recovery.paused():
-    counter.compilations += 1
-    clock.sleep(10)
-    recovery.begin("slice_down", [1], clock() - 0.5, step=3, alive=3)
-    recovery.restored(3, "memory", 0.0)
-    counter.compilations += 1
-    clock.sleep(50)
-  clock.sleep(3)
-  recovery.finish(alive=2)
-  assert (done[0]["seconds"], done[0]["first_step_seconds"], done[0]["compilations"]) == (3.5, 3, 0)
-
-
 def test_a_loss_after_an_evaluation_did_not_begin_before_its_end(undisturbed):
   toy, clock = ToyRun(), Clock()
   cluster, example = simulated_cluster(4, clock), toy.example
@@ -161,12 +136,6 @@ def test_backup_in_checkpoints_goes_back_to_the_last_one(undisturbed):
   (recovery,) = records(toy, "recovery")
   assert (recovery["step_before"], recovery["step_after"], recovery["steps_lost"]) == (13, 10, 3)
   assert (recovery["tokens_lost"], recovery["tier"]) == (300, "persistent")
-
-
-def test_no_replacement_in_time_ends_the_run():
-  toy = ToyRun()
-  with pytest.raises(TimeoutError, match="waited 50 s for 4 slices"):
-    train(toy, "slice_down@7:1/inf", elastic_min_slice_count=-1, elastic_timeout_seconds=50)
 
 
 @pytest.mark.parametrize(
@@ -219,21 +188,6 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
   assert background[4:7] == [f"slices {s}" for s in ([1, 3], [0, 3], [0, 1])]
 
 
-def test_an_unprepared_topology_is_compiled_once_and_counted(monkeypatch):
-  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.0)
-  toy = ToyRun(cache={})
-  real = toy.attempt
-
-  def unprepared(elastic, view, survivors):
-    elastic.prepare_steps = lambda view: None  # in the background, which could be faster than the fault
-    return real(elastic, view, survivors)
-
-  toy.attempt = unprepared
-  train(toy, "slice_down@1:2")
-  (recovery,) = records(toy, "recovery")
-  assert recovery["compilations"] >= 1
-
-
 def test_a_hang_is_found_by_the_health_check(undisturbed, monkeypatch):
   monkeypatch.setattr(hang, "CHECK_SECONDS", 0.1)
   toy = ToyRun()
@@ -241,22 +195,6 @@ def test_a_hang_is_found_by_the_health_check(undisturbed, monkeypatch):
   same_run(toy, undisturbed)
   assert records(toy, "hang")[0]["step"] == 6
   assert records(toy, "recovery")[0]["slice"] == [2]
-
-
-def test_a_hang_that_ends_before_the_health_check_costs_nothing(undisturbed):
-  toy = ToyRun()
-  train(toy, "hang@7:2/0.5", cluster=simulated_cluster(4))
-  assert toy.losses == undisturbed.losses and toy.restores == [(0, "none")]
-  assert not records(toy, "hang") and not records(toy, "slice_down")
-
-
-def test_a_hang_that_ends_after_the_health_check_costs_a_recovery(undisturbed, monkeypatch):
-  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.2)
-  toy = ToyRun()
-  train(toy, "hang@7:2/1.5", cluster=simulated_cluster(4))
-  same_run(toy, undisturbed)
-  (recovery,) = records(toy, "recovery")[:1]
-  assert recovery["slice"] == [2] and recovery["steps_lost"] == 0
 
 
 def test_slices_that_died_during_a_wait_have_no_copy_to_restore(undisturbed):
@@ -275,33 +213,6 @@ def test_slices_that_died_during_a_wait_have_no_copy_to_restore(undisturbed):
   train(toy, "slice_down@7:1", cluster=cluster, clock=clock, elastic_min_slice_count=-1)
   assert survivors == [{0, 1, 2, 3}, {0, 3}]
   assert toy.losses == undisturbed.losses
-
-
-def test_returned_slices_that_no_longer_answer_are_no_event(undisturbed):
-  toy, clock = ToyRun(), Clock()
-  cluster = simulated_cluster(4, clock)
-  cluster.returned = lambda view: frozenset({1}) if len(toy.losses) == 10 else frozenset()  # an outdated answer
-  train(toy, "slice_down@7:1/inf", cluster=cluster, clock=clock)
-  same_run(toy, undisturbed)
-  assert not records(toy, "slice_up")
-  assert "The returned slices do not answer any more. Continuing without them." in toy.lines
-
-
-def test_a_loss_that_the_health_check_at_a_resize_finds_is_recorded(undisturbed):
-  toy, clock = ToyRun(), Clock()
-  cluster = simulated_cluster(4, clock)
-  returned = cluster.returned
-
-  def lose_another(view):
-    if found := returned(view):
-      cluster.lose(2, float("inf"))
-    return found
-
-  cluster.returned = lose_another
-  train(toy, "slice_down@7:1, slice_up@12:1", cluster=cluster, clock=clock)
-  same_run(toy, undisturbed)
-  assert [r["slice"] for r in records(toy, "slice_down")] == [[1], [2]]
-  assert [r["slice"] for r in records(toy, "slice_up")] == [[1]]
 
 
 def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed, monkeypatch):
@@ -333,14 +244,6 @@ def test_deterministic_errors_are_not_retried():
     assert any("not retried" in note for note in error.__notes__)
     assert len(toy.restores) == 1
     assert records(toy, "attempt_end")[-1]["outcome"] == "failed"
-
-
-def test_an_unknown_error_is_tried_once_more_and_then_raised():
-  toy = ToyRun()
-  toy.fail_at[7] = jax.errors.JaxRuntimeError("INTERNAL: CustomCall kernel returned an error")
-  with pytest.raises(jax.errors.JaxRuntimeError, match="CustomCall"):
-    train(toy)
-  assert toy.restores == [(0, "none"), (6, "snapshot")]
 
 
 def test_an_unknown_error_once_is_recovered_from_with_a_new_compilation(undisturbed):
@@ -378,20 +281,6 @@ def test_attempts_without_progress_end_the_run():
   assert [p.split("pausing ")[1] for p in pauses] == ["1 s.", "2 s.", "4 s."]
 
 
-def test_many_faults_with_progress_never_exhaust_the_attempts():
-  toy, undisturbed = ToyRun(steps=48), ToyRun(steps=48)
-  faults = ", ".join(f"slice_down@{step}:1, slice_up@{step}:1" for step in (12, 24, 36))
-  assert train(toy, faults, elastic_max_retries=2).kind == "complete"
-  train(undisturbed)
-  same_run(toy, undisturbed)
-
-
-def test_a_flapping_slice_is_not_taken_back_before_the_interval():
-  toy, clock = ToyRun(), Clock()
-  train(toy, "slice_down@3:1, slice_up@5:1", clock=clock, elastic_min_resize_interval_seconds=30.0)
-  assert not records(toy, "slice_up")  # 20 steps take 20 s here
-
-
 def test_a_step_that_would_not_get_faster_is_not_interrupted():
   """6 of 8 slices need two rounds, as 4 to 7 do: only the eighth is worth a resize."""
   toy = ToyRun(num_slices=8)
@@ -400,80 +289,6 @@ def test_a_step_that_would_not_get_faster_is_not_interrupted():
   toy = ToyRun(num_slices=8)
   train(toy, "slice_down@3:1, slice_down@3:2, slice_up@6:1, slice_up@8:2", num_slices=8)
   assert [r["slice"] for r in records(toy, "slice_up")] == [[1, 2]]
-
-
-def test_a_slice_that_returns_before_a_step_was_timed_is_not_said_to_be_useless():
-  toy, clock = ToyRun(), Clock()
-  cluster = simulated_cluster(4, clock)
-  cluster.lose(3, 0.5)
-  train(toy, cluster=cluster, clock=clock)
-  assert [r["slice"] for r in records(toy, "slice_up")] == [[3]]
-  assert not any("would save only" in line for line in toy.lines)
-
-
-def test_without_elastic_a_lost_slice_ends_the_run():
-  toy, cluster = ToyRun(), simulated_cluster(4, Clock())
-  cluster.lose(1)
-  with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
-    train(toy, cluster=cluster, elastic_enabled=False)
-  assert not any("lastic" in line for line in toy.lines)
-  toy = ToyRun()
-  assert train(toy, elastic_enabled=False).kind == "complete"
-  assert not any("lastic" in line for line in toy.lines)
-
-
-def test_the_dead_attempts_arrays_are_dropped():
-  toy = ToyRun(steps=12)
-  counts = []
-  real = toy.restore
-  toy.restore = lambda survivors: counts.append(len(jax.live_arrays())) or real(survivors)
-  train(toy, "slice_down@3:1, slice_up@3:1, slice_down@6:1, slice_up@6:1, slice_down@9:1, slice_up@9:1")
-  assert len(counts) == 4
-  assert counts[3] == counts[1], f"live arrays at the start of each attempt: {counts}"
-
-
-def test_faults_happen_once_per_run_not_once_per_process(tmp_path):
-  train(ToyRun(), "slice_down@7:1, slice_up@9:1", directory=str(tmp_path))
-  again = ToyRun()
-  train(again, "slice_down@7:1, slice_up@9:1, slice_down@11:2", directory=str(tmp_path))
-  assert [r["fault"] for r in records(again, "fault_injected")] == ["slice_down@11:2"]
-
-
-def test_impossible_elastic_settings_are_refused_before_the_first_attempt():
-  toy = ToyRun()
-  with pytest.raises(ValueError, match="there are only 4 slices"):
-    train(toy, elastic_min_slice_count=5)
-  with pytest.raises(ValueError, match="the last slice is 3"):
-    train(toy, "slice_down@3:4")
-  cluster = simulated_cluster(4, Clock())
-  cluster.world.size = 2
-  with pytest.raises(ValueError, match="share one JAX world"):
-    train(toy, cluster=cluster)
-  assert not toy.restores
-
-
-def test_a_returned_outcome_of_preemption_ends_the_loop():
-  toy = ToyRun()
-  toy.attempt = lambda elastic, view, survivors: Outcome("preempted", 3)
-  assert train(toy) == Outcome("preempted", 3)
-  assert records(toy, "attempt_end")[0]["outcome"] == "preempted"
-
-
-def test_every_thread_of_an_attempt_places_arrays_on_a_living_slice():
-  """jax.default_device applies to one thread. Restores, prefetching and compilations run in other threads."""
-  toy, cluster = ToyRun(steps=3), simulated_cluster(4, Clock())
-  real, used = toy.attempt, []
-
-  def attempt(elastic, view, survivors):
-    with ThreadPoolExecutor(1) as thread:
-      used.append(thread.submit(lambda: jax.random.key(0).devices()).result())
-    return real(elastic, view, survivors)
-
-  toy.attempt = attempt
-  before = jax.config.jax_default_device
-  train(toy, "slice_down@2:0/inf", cluster=cluster)
-  assert used == [{cluster.slices[0][0]}, {cluster.slices[1][0]}]
-  assert jax.config.jax_default_device == before
 
 
 def test_a_rehearsed_fault_may_wait_for_the_preparation(undisturbed):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.support import tfds_dataset
 from tests.support.data_files import ARROW, TEXTS, TOKENS, everything, load, write_jsonl, write_records
 
 from input_pipeline import loader as loader_lib
@@ -105,22 +104,6 @@ def test_a_bad_record_is_skipped_and_all_others_stay(tmp_path, capsys, write: Ca
     everything(load(tmp_path, **keys))
 
 
-def test_a_damaged_shard_of_tfds_loses_only_its_damaged_examples(tmp_path):
-  dataset = tfds_dataset.prepare(tmp_path / "tfds", TEXTS, TOKENS)
-  keys = {"dataset_type": "tfds", "dataset_path": str(dataset), "train_data_columns": "body", "packing": "none"}
-  want = everything(load(tmp_path, **keys))
-  path = max(dataset.glob("*train*"), key=lambda path: path.stat().st_size)
-  content = bytearray(path.read_bytes())
-  content[len(content) // 2] ^= 1
-  path.write_bytes(content)
-  with pytest.raises(ConfigError, match=r"record \d+ of .*train.* cannot be read"):
-    load(tmp_path, **keys)
-  loader = load(tmp_path, max_bad_records=30, **keys)
-  lost = loader.cursor(0)["bad_records"]
-  assert 1 <= lost < len(want) and loader.num_examples == len(want) - lost
-  assert set(everything(loader)) < set(want)
-
-
 def test_more_bad_records_than_allowed_are_an_error(tmp_path):
   lines = [json.dumps({"text": text}) for text in TEXTS]
   for number in (3, 9, 20):
@@ -136,24 +119,6 @@ def test_more_bad_records_than_allowed_are_an_error(tmp_path):
   make_loader(cfg, vocab_size=300, global_batch_size=2, split="train", log=lines.append)
   assert [bool(re.search(r"data.jsonl:(4|10|21): ", line)) for line in lines][-3:] == [True] * 3
   assert any("3 bad records are skipped" in line for line in lines)
-
-
-def test_a_row_group_that_cannot_be_read_is_named_and_counted(tmp_path):
-  arrow = pytest.importorskip("pyarrow", reason=ARROW)
-  writer = pytest.importorskip("pyarrow.parquet", reason=ARROW)
-  path = tmp_path / "data.parquet"
-  options = {"row_group_size": 7, "compression": "none", "use_dictionary": False, "write_page_checksum": True}
-  writer.write_table(arrow.table({"text": arrow.array(TEXTS)}), path, **options)
-  offset = writer.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
-  content = bytearray(path.read_bytes())
-  content[offset : offset + 12] = b"\xff" * 12
-  path.write_bytes(content)
-  keys = {"grain_train_files": str(path), "grain_file_type": "parquet", "packing": "none"}
-  with pytest.raises(ConfigError, match=r"row 0 of row group 2 of .*cannot be read .*These are 7 bad records"):
-    load(tmp_path, max_bad_records=6, **keys)
-  rest = write_jsonl(tmp_path / "rest", "text", [*TEXTS[:14], *TEXTS[21:]])
-  want = load(tmp_path, grain_train_files=rest, grain_file_type="jsonl", packing="none")
-  assert everything(load(tmp_path, max_bad_records=7, **keys)) == everything(want)
 
 
 def test_a_mixture_counts_the_bad_records_of_all_sources(tmp_path):

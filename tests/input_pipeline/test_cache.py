@@ -82,29 +82,12 @@ def test_without_locks_an_entry_is_made_and_the_work_of_others_stays(tmp_path, m
   assert visible(tmp_path)[-1] == "thing"
 
 
-def test_a_good_entry_needs_no_write_permission(tmp_path, monkeypatch):
-  folder = made(tmp_path)
-  monkeypatch.setattr(cache.tempfile, "mkdtemp", lambda **_: pytest.fail("wrote to the cache"))
-  monkeypatch.setattr(cache, "_locked", lambda path: pytest.fail("took the lock"))
-  assert made(tmp_path) == folder
-
-
 def test_an_unusable_directory_is_refused(tmp_path):
   (tmp_path / "file").write_text("")
   with pytest.raises(ConfigError, match=r"=.*file.* cannot be written: .*\. Give another folder"):
     made(tmp_path / "file")
   with pytest.raises(ConfigError, match="dataset_cache_directory=gs://bucket is not a local path"):
     cache.entry("gs://bucket", "thing", build=lambda folder: None, fault=lambda folder: None, log=print)
-
-
-def test_the_entry_of_a_faster_host_is_kept(tmp_path):
-  def build(folder):  # another host, which does not see the lock, finishes first
-    (folder / "value").write_text("late")
-    (tmp_path / "thing").mkdir()
-    (tmp_path / "thing" / "value").write_text("first")
-
-  assert (made(tmp_path, build) / "value").read_text() == "first"
-  assert visible(tmp_path) == ["thing"]
 
 
 CHILD = """
@@ -173,11 +156,3 @@ def test_the_next_preparation_deletes_what_killed_ones_left_and_nothing_else(tmp
   assert any(all(str(folder) in line for folder in others) for line in lines), lines
   assert living.communicate("\n", timeout=60)[0].splitlines()[-1] == f"made by {living.pid}"
   assert visible(tmp_path) == sorted([*(folder.name for folder in others), name, "living-0123abcd"])
-
-
-def test_a_relative_cache_directory(tmp_path, monkeypatch):
-  """A preparation does not delete its own folder, whose path is absolute."""
-  monkeypatch.chdir(tmp_path)
-  lines = []
-  assert (made("cache", log=lines.append) / "value").read_text() == "made"
-  assert visible("cache") == ["thing"] and lines == []

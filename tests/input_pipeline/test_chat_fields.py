@@ -44,18 +44,13 @@ def test_a_turn_that_is_not_trained_needs_training_on_the_assistant(tmp_path):
   ("more", "reason"),
   [
     ({"loss": 0.5}, r"message 2 has loss=0.5. Write true or false"),
-    ({"weight": "0"}, "message 2 has weight='0'. Write true or false"),
     ({"train": False, "weight": 1}, "message 2 has train and weight, which contradict each other"),
     ({"mask": True}, "message 2 has mask=True, which is not used. Remove it"),
     ({"images": ["a.png"]}, r"message 2 has images=\['a.png'\], which is not used"),
-    ({"unheard_of": 3}, "message 2 has unheard_of=3, which is not used"),
     ({"tool_calls": [{"id": 1}]}, "message 2 has tool_calls. Calls of tools cannot be trained on: leave such"),
     ({"content": [{"type": "text", "text": "a"}]}, "it is a list. Join the texts of its parts"),
-    ({"content": None, "tool_calls": [{}, {"id": 1}]}, "message 2 has tool_calls"),
     ({"role": "tool"}, "message 2 has the role 'tool', .* Calls of tools cannot be trained on"),
     ({"role": "gpt"}, "message 2 has the role 'gpt', .* Rename it to assistant"),
-    ({"role": "Assistant"}, "Rename it to assistant"),
-    ({"role": "developer"}, "Rename it to system"),
   ],
 )
 def test_what_cannot_be_used_is_refused_with_cause_and_remedy(more, reason):
@@ -101,7 +96,6 @@ BESIDE = [
     {"tools": [{"name": "f"}]},
     "it has tools beside its messages, .* Calls of tools cannot be trained",
   ),
-  ({"tools": '[{"name": "f"}]'}, "it has tools beside its messages"),
   ({"chat_template_kwargs": {"enable_thinking": False}}, "it has chat_template_kwargs beside its messages"),
   ({"completion": HELLO[1:]}, "it has completion beside its messages, .* Join prompt and completion to one list of"),
   ({"images": ["a.png"]}, "it has images beside its messages, which would be lost. Remove it, or render"),
@@ -163,9 +157,7 @@ def test_a_template_that_needs_the_user_first_says_what_to_remove(tmp_path):
   ("content", "reason"),
   [
     (json.dumps([{"messages": HELLO}]).encode(), r"It is one JSON array. Write a record in each line: jq -c"),
-    (json.dumps([{"messages": HELLO}], indent=1).encode(), r"It is one JSON array"),
     (LINES.encode("utf-16"), "It is UTF-16. Convert it: iconv"),
-    (LINES.encode("utf-16-le"), "It is UTF-16. Convert it: iconv"),
     (
       POINTER,
       "It is a pointer of Git LFS, .* Run git lfs pull",

@@ -10,7 +10,7 @@ import pytest
 from tests.support import chats
 from tests.support.data_files import ARROW
 
-from input_pipeline import chat_template, windows
+from input_pipeline import chat_template
 from input_pipeline.conversations import ChatTokenizer, Tally, parse
 from input_pipeline.errors import ConfigError
 from input_pipeline.loader import Loader, check, make_loader, open_eval_sets
@@ -244,17 +244,6 @@ def test_marks_of_blocks_in_a_text_are_refused_and_stay_in_other_texts(tmp_path)
     load(options(tmp_path, template=chats.TEMPLATES["generation"], grain_train_files=path))
 
 
-def test_text_that_the_tokenizer_cannot_represent_is_reported(tmp_path):
-  cfg = options(tmp_path, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4))
-  content = json.loads((tmp_path / "tokenizer/tokenizer.json").read_text())
-  kept = [token for token in content["model"]["vocab"] if token != "w"]
-  content["model"] |= {"vocab": {token: id for id, token in enumerate(kept)}, "merges": []}
-  (tmp_path / "tokenizer/tokenizer.json").write_text(json.dumps(content))
-  said: list[str] = []
-  load(cfg, said)
-  assert any("the tokenizer has no token for 9.09% of the characters" in line for line in said)
-
-
 def test_templates_are_found_as_transformers_finds_them(tmp_path):
   path = chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4)
   plain = sequences_of(load(options(tmp_path, grain_train_files=path)))
@@ -278,15 +267,6 @@ def test_templates_are_found_as_transformers_finds_them(tmp_path):
   assert sequences_of(load(cfg.model_copy(update={"chat_template_path": str(tmp_path / "mine.jinja")}))) == plain
 
 
-def test_the_identity_of_the_data_has_template_and_train_on_but_not_the_day(tmp_path):
-  path = chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4)
-  dated = "{{ strftime_now('%d %b %Y') }}" + chats.CHATML
-  cfgs = [{}, {"train_on": "all"}, {"template": dated}]
-  found = [load(options(tmp_path, grain_train_files=path, packing="none", **keys)) for keys in cfgs]
-  assert len({loader.fingerprint() for loader in found}) == 3
-  assert found[2].tokenizer.decode(found[2].batch(0).tokens[0]).startswith("26 Jul 2024")
-
-
 def test_chats_in_a_mixture_and_in_evaluation_sets(tmp_path):
   made = chats.conversations(30)
   (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": "Hello world " * 9}) + "\n" for _ in range(30)))
@@ -305,11 +285,3 @@ def test_chats_in_a_mixture_and_in_evaluation_sets(tmp_path):
     assert {name: sequences_of(loader) for name, loader in sets.items()} == {
       name: sequences_of(loader) for name, loader in alone.items()
     }
-
-
-def test_a_window_with_untrained_tokens_survives_its_file_and_text_stays_as_it_is():
-  window = windows.Window(np.array([5, ~6, 7, ~0, 1], np.int32), np.array([3]))
-  again = windows.unpack(windows.pack(window, np.dtype("<i4")), np.dtype("<i4"))
-  example = windows.example(again, 6)
-  assert example.tokens.tolist() == [5, 6, 7, 0, 0, 0] and example.targets.tolist() == [6, 7, 0, 1, 0, 0]
-  assert example.weights.tolist() == [0, 1, 0, 1, 0, 0] and windows.targets(window).tolist() == [7, 1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from pathlib import Path
@@ -11,7 +10,6 @@ import pytest
 from tests.support.data_files import TEXTS, everything, load
 
 from input_pipeline import datasets
-from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer.config.errors import ConfigError
 
@@ -64,18 +62,6 @@ def test_one_rule_for_every_kind_of_data(odd, kind):
   ]
 
 
-def test_parts_and_patterns_follow_the_same_rule(odd):
-  assert found("jsonl", f"{odd}/z.jsonl;{odd};{odd}/deep/b.jsonl")[0] == found("jsonl", odd)[0]
-  names, left = found("jsonl", f"{odd}/*.jsonl")
-  assert names == ["a.jsonl", "s.jsonl"] and "broken links: 1" in left
-  # Links in circles: glob would follow them 40 levels deep, twice at each level.
-  assert found("jsonl", f"{odd}/**/*.jsonl")[0] == ["a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
-  assert found("jsonl", f"{odd.parent}/d*/**/?.jsonl")[0] == ["a.jsonl", "deep/b.jsonl", "in/o.jsonl", "s.jsonl"]
-  assert found("jsonl", f"{odd}/**/in*")[0] == ["o.jsonl"]
-  with pytest.raises(ConfigError, match=r"has \*\* several times"):
-    found("jsonl", f"{odd}/**/x/**/*.jsonl")
-
-
 def test_only_stars_and_question_marks_are_patterns(tmp_path):
   """Brackets are part of many names: run[1], {a}, [2024]."""
   write(tmp_path, "run1/wrong.jsonl", "run[1]/a.jsonl", "run[1]/[b].jsonl", "run[1]/deep[2]/c.jsonl", "{x,y}/d.jsonl")
@@ -119,31 +105,6 @@ def test_what_spark_and_delta_write_beside_the_data_is_left_out_and_counted(tmp_
   assert found(kind, f"{data}/**/_temporary/*/*.jsonl")[0] == ["part.jsonl"]
   with pytest.raises(ConfigError, match=r"has no files .*not read: names that begin with _: 1 \("):
     found(kind, f"{data}/deep/*x.jsonl")
-
-
-@pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_the_log_names_what_is_not_read(tmp_path, odd, kind):
-  lines: list[str] = []
-  places = {"dataset_cache_directory": f"{tmp_path}/cache", "max_target_length": 32}
-  cfg = DataOptions(**keys_of(kind, odd), **places)
-  for split in ("train", "eval") if kind == "text" else ("train",):
-    make_loader(cfg, vocab_size=300, global_batch_size=4, split=split, log=lines.append).close()
-  assert len([line for line in lines if line.startswith(f"Not read in {odd}: ")]) == 1, lines
-
-
-def test_upper_case_and_compressed_files_have_the_same_documents(tmp_path):
-  write(tmp_path, "one/a.jsonl")
-  (tmp_path / "two").mkdir()
-  (tmp_path / "two" / "A.JSONL.GZ").write_bytes(gzip.compress(LINES.encode()))
-  one, two = (load(tmp_path, **keys_of("jsonl", tmp_path / name)) for name in ("one", "two"))
-  assert everything(one) == everything(two)
-
-
-def test_an_empty_part_of_jsonl_has_no_documents(tmp_path):
-  write(tmp_path, "d/a.jsonl")
-  (tmp_path / "d" / "b.jsonl").touch()
-  names, left = found("jsonl", tmp_path / "d")
-  assert names == ["a.jsonl"] and left == f"empty files: 1 ({tmp_path}/d/b.jsonl)"
 
 
 def test_a_folder_without_such_files_says_what_it_has(tmp_path):

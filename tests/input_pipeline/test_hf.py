@@ -56,21 +56,6 @@ def test_a_saved_dataset_has_the_documents_of_its_writer(tmp_path, kind):
   assert load(tmp_path, "eval", packing="none", **keys_of(several, eval_split="validation")).num_examples == 3
 
 
-def test_files_without_documents_and_nested_columns(tmp_path):
-  rows = [[{"meta": {"body": None}}] * 3, [{"meta": None}, *({"meta": {"body": text}} for text in TEXTS)]]
-  parts = [*map(arrow.Table.from_pylist, rows), arrow.table({"other": arrow.nulls(0)})]
-  parts += [arrow.table({"meta": arrow.nulls(2)}), arrow.Table.from_pylist([{"meta": {"body": None}}]).slice(1)]
-  folder = tmp_path / "nested"
-  folder.mkdir()
-  names = [f"{number}.arrow" for number in range(len(parts))]
-  for name, table in zip(names, parts):
-    with arrow.OSFile(str(folder / name), "wb") as file, arrow.ipc.new_stream(file, table.schema) as writer:
-      writer.write_table(table)
-  (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-  found = everything(load(tmp_path, **keys_of(folder, train_data_columns="meta.body")))
-  assert found == everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
-
-
 IDS = [[1, 2], [], [3, 4], [2**63]]
 
 
@@ -110,19 +95,6 @@ def test_every_type_of_text_and_lists_is_read_with_its_nulls(tmp_path, values):
       whole = [value for value in (column.to_pylist() + column.to_pylist()[1:]) if value is not None]
       found = [*hf.read(Piece("a", path, 0, path.stat().st_size), "text")]
       assert [one if isinstance(one, str) else one.tolist() for one in found] == whole, (column.type, given)
-
-
-def test_text_views_with_nulls_in_parquet(tmp_path):
-  parquet = pytest.importorskip("pyarrow.parquet", reason=ARROW)
-  column = arrow.array([*TEXTS[:15], None, *TEXTS[15:]], arrow.string_view())
-  parquet.write_table(arrow.table({"body": column}), tmp_path / "views.parquet")
-  keys = {"grain_train_files": f"{tmp_path}/views.parquet", "grain_file_type": "parquet", "train_data_columns": "body"}
-  assert everything(load(tmp_path, **keys)) == everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
-  for kind in ("binary", "binary_view", "float64"):
-    values = [None, 1.5] if kind == "float64" else [None, b"ab"]
-    table = arrow.table({"body": arrow.array(values, getattr(arrow, kind)())})
-    with pytest.raises(ConfigError, match=f"it has the type {kind}|it has the type double"):
-      [*arrow_column.documents(table.to_batches()[0], ["body"], "x")]
 
 
 def test_wrong_folders_are_refused(tmp_path):

@@ -35,13 +35,6 @@ def test_records_in_place_are_the_examples_of_a_copy(tmp_path, kind):
   loader.close()
 
 
-def test_the_order_in_place_is_that_of_the_files(tmp_path):
-  before = load(tmp_path, **in_place(tmp_path)).fingerprint()
-  assert load(tmp_path, **in_place(tmp_path)).fingerprint() == before
-  assert load(tmp_path, data_shuffle_seed=1, **in_place(tmp_path)).fingerprint() != before
-  assert load(tmp_path, **in_place(tmp_path, documents=TOKENS[::-1])).fingerprint() != before
-
-
 def test_evaluation_in_place(tmp_path):
   keys = in_place(tmp_path)
   loader = load(tmp_path, "eval", grain_eval_files=f"{tmp_path}/records/0.array_record", **keys)

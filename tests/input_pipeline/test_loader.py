@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-
 import numpy as np
 import pytest
 
-from input_pipeline import describe
 from input_pipeline.batch import Batch, DataError
 from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
@@ -46,11 +43,6 @@ def test_is_a_pure_function_of_seed_and_step():
   assert_equal(batches[1000], forward.batch(1000))
 
 
-def test_every_example_is_fresh():
-  rows = np.concatenate([loader().batch(step).tokens for step in range(20)])
-  assert len(np.unique(rows, axis=0)) == len(rows)
-
-
 @pytest.mark.parametrize("other", [{"data_shuffle_seed": 1}, {"data_shuffle_seed": -1}, {"split": "eval"}])
 def test_seeds_and_splits_differ(other):
   assert not np.array_equal(loader().batch(0).tokens, loader(**other).batch(0).tokens)
@@ -63,23 +55,9 @@ def test_global_batch_size_cuts_one_order_of_examples():
   np.testing.assert_array_equal(large.batch(1).tokens, np.concatenate(parts))
 
 
-def test_tokens_are_uniform():
-  tokens = loader(vocab_size=10, global_batch_size=500).batch(0).tokens
-  counts = np.bincount(tokens.ravel(), minlength=10)
-  expected = tokens.size / 10
-  # Chi square with 9 degrees of freedom: 27.9 is its 99.9 % quantile.
-  assert len(counts) == 10 and ((counts - expected) ** 2 / expected).sum() < 27.9
-
-
 def test_rows_are_the_rows_of_the_full_batch():
   full, rows = loader().batch(5), np.array([4, 0, 4, 5])
   assert_equal(loader().batch(5, rows), Batch(*(field[rows] for field in full)))
-
-
-def test_row_minus_one_is_padding():
-  batch = loader().batch(5, np.array([2, -1]))
-  np.testing.assert_array_equal(batch.tokens[0], loader().batch(5).tokens[2])
-  assert all((field[1] == 0).all() for field in batch)
 
 
 @pytest.mark.parametrize("rows", [[6], [-2]])
@@ -104,21 +82,6 @@ def test_after_a_change_of_batch_size_the_next_example_follows():
   assert large.cursor(5)["next_example"] == 36
 
 
-def test_cursor_is_json_and_counts_examples():
-  cursor = loader(data_shuffle_seed=3).cursor(7)
-  assert [*cursor.pop("sources").values()] == [42]
-  assert json.loads(json.dumps(cursor)) == {
-    "next_example": 42, "seed": 3, "epoch": 0, "mixture": {}, "bad_records": 0,
-  }  # fmt: skip
-
-
-def test_synthetic_has_no_text_and_no_end():
-  empty = loader()
-  assert empty.tokenizer is None and empty.num_examples is None
-  assert empty.unigram_entropy() is None and empty.unigram_eval_loss() is None
-  empty.close()
-
-
 def test_unreadable_example_is_a_data_error_with_the_step():
   class Broken(SyntheticSource):
     def example(self, index):
@@ -141,12 +104,3 @@ make_loader(cfg, vocab_size=9, global_batch_size=2, split="train").batch(0)
 print([name for name in ("jax", "tensorflow", "grain", "tokenizers", "array_record") if name in sys.modules])
 """
   assert python(code).communicate(timeout=60)[0].strip() == "[]"
-
-
-def test_synthetic_data_is_described_without_tokenizer_and_epochs():
-  described = loader().describe(10)
-  assert described["dataset"] == "random tokens" and described["run_tokens"] == 10 * 6 * 32
-  assert described["epochs"] is described["tokenizer"] is described["tokens"] is None
-  assert describe.line(described) == "Data: random tokens; the run reads 1,920 tokens"
-  assert describe.vocabulary_warning(described, 10**6) is None
-  assert describe.line(described | {"tokens": 9}).endswith("1,920 tokens")  # a source may know its tokens alone

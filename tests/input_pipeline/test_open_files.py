@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -43,44 +42,3 @@ def test_a_run_reads_more_files_than_it_may_open(tmp_path, compiled):
   assert re.search(rf"Max open files +{LIMIT} +{LIMIT} ", Path(f"/proc/{process.pid}/limits").read_text())
   assert process.wait(240) == 0, run.printed[-4000:]
   assert run.last_step == 60 and run.committed_steps()[-1] == 60
-
-
-THREADS = """
-import json, os, resource, sys, threading
-from trainer.process import open_files
-from input_pipeline.array_record import Records
-from input_pipeline import store
-from pathlib import Path
-folder, files, records = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-resource.setrlimit(resource.RLIMIT_NOFILE, (48, 64))
-open_files.raise_limit()
-paths = sorted(folder.glob("*.array_record"))
-in_place = Records(paths, [records] * files)
-for number in range(files):
-  store.write(folder / f"{number}.records", (f"{number} {record}".encode() for record in range(records)))
-prepared = [store.Records(folder / f"{number}.records", records) for number in range(files)]
-wrong, most = [], 0
-def read(seed):
-  global most
-  for step in range(files * records):
-    file, record = divmod((step * 7 + seed * 131) % (files * records), records)
-    if prepared[file][record] != f"{file} {record}".encode() or in_place[file * records + record][0] != file + record:
-      wrong.append((file, record))
-    most = max(most, len(os.listdir("/proc/self/fd")))
-threads = [threading.Thread(target=read, args=[seed]) for seed in range(6)]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-before = len(os.listdir("/proc/self/fd"))
-in_place.close()
-[one.close() for one in prepared]
-print(json.dumps([wrong, most, resource.getrlimit(resource.RLIMIT_NOFILE), before - len(os.listdir("/proc/self/fd"))]))
-"""
-
-
-def test_threads_that_read_more_files_than_the_process_may_open(tmp_path, python):
-  """Prepared data too: a mixture of many sources has two files for each."""
-  write_files(tmp_path / "files", files=80)
-  process = python(THREADS, str(tmp_path / "files"), "80", str(RECORDS))
-  wrong, most, limits, closed = json.loads(process.communicate(timeout=120)[0])
-  assert wrong == [] and limits == [64, 64]
-  assert 8 < most < 48 and closed >= 8

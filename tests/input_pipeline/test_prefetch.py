@@ -41,12 +41,6 @@ def test_yields_every_step_once_in_order(depth):
   assert calls == list(range(3, 9))
 
 
-@depths
-def test_empty_range(depth):
-  with Prefetcher(str, 5, 5, depth) as items:
-    assert list(items) == []
-
-
 def test_prepares_at_most_depth_items_ahead():
   calls = []
   with Prefetcher(calls.append, 0, 100, 3) as items:
@@ -57,17 +51,6 @@ def test_prepares_at_most_depth_items_ahead():
     wait_until(lambda: len(calls) == 4)
     time.sleep(0.05)
     assert calls == [0, 1, 2, 3]
-
-
-@depths
-def test_waited_seconds(depth):
-  with Prefetcher(lambda step: time.sleep(0.5 if step == 0 else 0.0), 0, 3, depth) as items:
-    next(items)
-    first = items.waited_seconds
-    assert first > 0.3
-    wait_until(lambda: len(items._ready) >= 1)
-    next(items)
-    assert items.waited_seconds < first
 
 
 @depths
@@ -104,18 +87,6 @@ def test_error_comes_after_the_good_items_and_stays(depth):
       assert caught.value.step == 2 and isinstance(caught.value.__cause__, OSError)
 
 
-@depths
-def test_data_error_is_not_wrapped_again(depth):
-  original = DataError(1, "shard 7 is damaged")
-
-  def fail(step):
-    raise original
-
-  with Prefetcher(fail, 1, 2, depth) as items, pytest.raises(DataError) as caught:
-    next(items)
-  assert caught.value is original
-
-
 def test_exit_in_the_thread_reaches_the_consumer():
   def leave(step):
     raise SystemExit(3)
@@ -123,32 +94,6 @@ def test_exit_in_the_thread_reaches_the_consumer():
   with Prefetcher(leave, 0, 2, 1) as items, pytest.raises(DataError) as caught:
     next(items)
   assert isinstance(caught.value.__cause__, SystemExit)
-
-
-@depths
-def test_close_before_use_after_use_and_twice(depth):
-  items = Prefetcher(str, 0, 1000, depth)
-  assert items.close() and items.close()
-  items = Prefetcher(str, 0, 1000, depth)
-  next(items)
-  assert items.close()
-  assert list(items) == []
-
-
-@depths
-def test_close_after_an_error_and_at_the_end(depth):
-  items = Prefetcher(lambda step: 1 // step, 0, 2, depth)
-  with pytest.raises(DataError):
-    next(items)
-  assert items.close()
-  items = Prefetcher(str, 0, 2, depth)
-  assert len(list(items)) == 2 and items.close()
-
-
-def test_close_while_the_buffer_is_full():
-  items = Prefetcher(str, 0, 1000, 2)
-  wait_until(lambda: len(items._ready) == 2)
-  assert items.close() and not items._ready
 
 
 def test_close_waits_for_the_running_call_and_prevents_further_calls():
@@ -185,18 +130,4 @@ def test_close_wakes_a_waiting_consumer():
   consumer.join(10)
   assert not consumer.is_alive() and got == []
   release.set()
-  assert items.close()
-
-
-def test_close_from_inside_fn():
-  made = []
-
-  def close_self(step):
-    made[0].close()
-
-  ready = threading.Event()
-  items = Prefetcher(lambda step: ready.wait(10) and close_self(step), 0, 10, 1)
-  made.append(items)
-  ready.set()
-  assert list(items) == []
   assert items.close()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tests.support.data_files import TEXTS, everything, load, written
 
-from input_pipeline import datasets, jsonl, remote
+from input_pipeline import datasets, jsonl
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, load_bpe, train_bpe
 from trainer.config import ConfigError
@@ -60,17 +60,6 @@ def test_files_folders_and_patterns_are_found(tmp_path, store):
   assert names(tmp_path, "memory://bucket/deep/f.txt") == ["f.txt"]
 
 
-def test_brackets_and_names_that_begin_with_an_underscore_are_as_in_local_folders(tmp_path, store):
-  for name in ("run1/wrong.jsonl", "run[1]/a.jsonl", "run[1]/_temporary/0/b.jsonl", "run[1]/_delta_log/0.json"):
-    store.pipe(f"/bucket/{name}", b"{}")
-  assert names(tmp_path, "memory://bucket/run[1]/*.jsonl") == ["a.jsonl"]
-  assert names(tmp_path, "memory://bucket/run[1]") == names(tmp_path, "memory://bucket/run[1]/**") == ["a.jsonl"]
-  assert names(tmp_path, "memory://bucket/run[1]/_temporary") == ["b.jsonl"]
-  assert names(tmp_path, "memory://bucket/run[1]/_*/0/*.jsonl") == ["b.jsonl"]
-  cfg = DataOptions(dataset_type="grain", grain_train_files="memory://bucket/run[1]", grain_file_type="jsonl")
-  assert datasets.find(cfg)["train"].left_out.startswith("names that begin with _: 2 (memory:///bucket/run[1]/_")
-
-
 def test_text_of_an_address_is_that_of_the_same_folder(tmp_path, store):
   """Held-out text included: large files are cut at line ends."""
   folder = tmp_path / "text"
@@ -105,15 +94,6 @@ def test_wrong_addresses_are_refused_with_the_configuration(tmp_path, store, add
   keys = [f"grain_train_files={address.format(folder=tmp_path)}", f"grain_file_type={file_type}", "dataset_type=grain"]
   with pytest.raises(ConfigError, match=message):
     config_load(["configs/base.yml", *keys, f"base_output_directory={tmp_path}"])
-
-
-@pytest.mark.parametrize(
-  "address", ["memory://bucket/none", "memory://bucket/picture.png", "memory://bucket/empty.txt"]
-)
-def test_an_address_without_text_is_refused(tmp_path, store, address):
-  store.pipe({"/bucket/picture.png": b"x", "/bucket/empty.txt": b""})
-  with pytest.raises(ConfigError, match=f"dataset_path={address}: has no file of .* with text in it"):
-    config_load(["configs/base.yml", f"dataset_path={address}", f"base_output_directory={tmp_path}"])
 
 
 def test_a_tokenizer_has_an_address(tmp_path, store):
@@ -154,12 +134,3 @@ def test_an_error_of_the_store_names_file_and_reason(tmp_path, store, monkeypatc
   monkeypatch.setattr(type(store), "cat_file", fail)
   with pytest.raises(ConfigError, match=r"memory:///bucket/corpus/\S+ cannot be read .*HttpError: Forbidden, 403"):
     load(tmp_path, **keys | {"grain_train_files": "memory://bucket/corpus"})
-
-
-def test_a_remote_file_reads_like_a_local_one(tmp_path, store):
-  content = bytes(range(256)) * 40
-  store.pipe("/bucket/x", content)
-  with remote.RemoteFile("memory://bucket/x", len(content)).open("rb", 100) as file:
-    assert file.read(10) == content[:10]
-    assert file.seek(-5, 2) == len(content) - 5 and file.read() == content[-5:] and file.read(1) == b""
-    assert file.seek(3000) == 3000 and file.readline() == content[3000:].split(b"\n")[0] + b"\n"

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import re
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,16 +22,13 @@ from tests.support.data_files import (
   tf_example_of,
   write_examples,
   write_gzip,
-  write_jsonl,
   write_parquet,
   written,
 )
 
-from input_pipeline import packages, prepare, tf_example
+from input_pipeline import prepare, tf_example
 from input_pipeline.batch import DataError
 from input_pipeline.loader import make_loader
-from input_pipeline.tokenizer import ByteTokenizer
-from trainer import __main__, cluster
 from trainer.config import mixture as mixture_file
 from trainer.config.errors import ConfigError
 from trainer.config.load import load as config_load
@@ -69,39 +64,6 @@ def test_a_document_per_example_is_the_document(tmp_path, kind):
     for tokens, targets, weights in zip(batch.tokens, batch.targets, batch.weights)
   ]
   assert sorted(found) == sorted(ids[: LENGTH + 1] for ids in want)
-
-
-def test_files_of_an_evaluation(tmp_path):
-  keys = written(tmp_path, "text", "jsonl")
-  held_out = write_jsonl(tmp_path / "held", "body", ["evaluate me"])
-  assert load(tmp_path, **keys).has_eval is False
-  loader = load(tmp_path, "eval", grain_eval_files=held_out, **keys)
-  assert loader.has_eval and loader.num_examples == 1
-  batch = loader.batch(0)
-  assert ByteTokenizer().decode(batch.tokens[0][batch.segment_ids[0] > 0]) == "evaluate me"
-
-
-def test_a_bpe_is_trained_on_the_files(tmp_path):
-  keys = written(tmp_path, "text", "jsonl")
-  loader = load(tmp_path, tokenizer_type="bpe", **keys)
-  text = loader.tokenizer.decode(loader.batch(0).tokens.ravel())
-  assert 258 < loader.tokenizer.vocab_size <= 300 and "document" in text
-
-
-def test_order_of_files_does_not_depend_on_the_folder_and_changes_are_noticed(tmp_path):
-  for name in ("one", "two"):
-    (tmp_path / name).mkdir()
-    for number, part in enumerate((TEXTS[:20], TEXTS[20:])):
-      write_jsonl(tmp_path / name / f"part{number}", "text", part)
-  keys = [
-    {"grain_train_files": value, "grain_file_type": "jsonl"}
-    for value in (f"{tmp_path}/one", f"{tmp_path}/two/*", f"{tmp_path}/two/part1.jsonl; {tmp_path}/two/part0.jsonl")
-  ]
-  assert len({load(tmp_path, **one).fingerprint() for one in keys}) == 1
-  before = load(tmp_path, **keys[0]).fingerprint()
-  path = tmp_path / "one" / "part1.jsonl"
-  path.write_bytes(path.read_bytes().replace(b"document 39", b"document 93"))
-  assert load(tmp_path, **keys[0]).fingerprint() != before
 
 
 # ---- TFDS
@@ -171,12 +133,6 @@ def test_features_of_an_example(packed):
     tf_example.feature(record, "x")
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_number_keeps_its_lowest_64_bits(packed):
-  record = tf_example_of({"ids": np.array([-1], np.int64)}, packed).replace(b"\xff\x01", b"\xff\x7f")
-  assert tf_example.feature(record, "ids").tolist() == [-1]
-
-
 def test_other_bytes_are_no_example():
   """Every prefix and random bytes: a ValueError, or a feature if the damage is elsewhere, and never another error."""
   record = tf_example_of({"ids": np.arange(300), "text": "abc"})
@@ -205,18 +161,10 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       return {"grain_train_files": str(path), **keys}
     case "other column":
       return {**written(folder, "text", file_type), "train_data_columns": "text"}
-    case "wrong type":
-      return {**written(folder, "text", file_type), "train_data_columns": "id"}
     case "nulls in a list":
       parquet, arrow = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow.parquet", "pyarrow"))
       parquet.write_table(arrow.table({"body": [[1, None]]}), path)
       return {"grain_train_files": str(path), **keys}
-    case "two columns of one name":
-      parquet, arrow = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow.parquet", "pyarrow"))
-      parquet.write_table(arrow.Table.from_arrays([arrow.array(["a"])] * 2, names=["body", "body"]), path)
-      return {"grain_train_files": str(path), **keys}
-    case "negative":
-      return written(folder, "tokens", file_type, values=[np.array([3, -1])])
     case "too large":
       return written(folder, "tokens", file_type, values=[np.array([3, 300])])
     case "cut off":
@@ -228,19 +176,10 @@ def broken(folder: Path, case: str) -> dict[str, str]:
         **written(folder, "tokens", "arrayrecord_uint16", values=[np.full(4, 0xFFFF)]),
         "grain_file_type": file_type,
       }
-    case "odd bytes":
-      return {**written(folder, "text", "arrayrecord_text", values=["abc"]), "grain_file_type": file_type}
-    case "empty documents":
-      return written(folder, "text", file_type, values=["", ""])
     case "mixed kinds":
       return written(folder, "text", file_type, values=["text", np.arange(3)])
-    case "both kinds":
-      held_out = write_jsonl(folder / "held", "body", TOKENS)
-      return {**written(folder, "text", file_type), "grain_eval_files": held_out}
     case "missing":
       return {"grain_train_files": str(folder / "gone*"), **keys}
-    case "weights":
-      return {"grain_train_files": f"{folder}/a*.jsonl,0.3;{folder}/b*.jsonl,0.7", **keys}
     case "bucket":
       return {"grain_train_files": "gs://bucket/x", **keys}
     case other:
@@ -253,10 +192,8 @@ def broken(folder: Path, case: str) -> dict[str, str]:
   ("case", "message"),
   [
     ("jsonl missing", r"grain_train_files=.*gone\*: .* has no files with grain_file_type=jsonl"),
-    ("jsonl weights", r"ends in a weight, as MaxText writes a mixture.\nSet grain_train_mixture_config_path"),
     ("arrayrecord bucket", "the reader of ArrayRecord opens only files of this machine"),
     ("jsonl empty file", "data is an empty file"),
-    ("jsonl empty documents", "has no documents"),
     ("jsonl garbage", r"data:1: .*Every line must be like \{\"body\""),
     ("jsonl other column", r'data.jsonl:1: no field "text" with a string, a list of integers or a list'),
     ("jsonl cut off", r"data.jsonl.gz cannot be read after line \d+ \(Compressed file ended"),
@@ -264,19 +201,13 @@ def broken(folder: Path, case: str) -> dict[str, str]:
       "jsonl too large",
       r"document 1 of .*data.jsonl: it has the token 300, but tokens must be from 0 to vocab_size - 1 = 299",
     ),
-    ("jsonl negative", "has the token -1, but"),
     ("jsonl mixed kinds", "document 2 of .*data.jsonl is token ids, and documents before it are not"),
-    ("jsonl both kinds", r"must have the same kind of documents \(train: text, eval: token ids\)"),
     ("parquet garbage", "data cannot be read as Parquet"),
     ("parquet other column", r"train_data_columns=text: .*0.parquet has no such column. Choose one of id, body"),
-    ("parquet wrong type", "train_data_columns=id: in .*0.parquet it has the type int64. Choose a column of strings"),
-    ("parquet two columns of one name", "train_data_columns=body: .*data has several columns with this name"),
     ("parquet nulls in a list", "a list of column body contains a null"),
     ("arrayrecord garbage", "data cannot be read as ArrayRecord"),
-    ("arrayrecord other column", r"record 0 of .*no feature text \(train_data_columns\). It has a, body, z"),
     ("arrayrecord text of tokens", "record 0 of .*not a tf.train.Example"),
     ("arrayrecord_text text of tokens", "record 0 of .*invalid start byte"),
-    ("arrayrecord_int32 odd bytes", "record 0 of .*buffer size must be a multiple of element size"),
   ],
 )
 def test_wrong_data_are_refused_and_nothing_is_prepared(tmp_path, case, message):
@@ -284,60 +215,6 @@ def test_wrong_data_are_refused_and_nothing_is_prepared(tmp_path, case, message)
   with pytest.raises(ConfigError, match=message):
     load(tmp_path, **keys)
   assert [path for path in tmp_path.glob("cache/*") if not path.name.startswith("kind-")] == []
-
-
-def test_the_command_refuses_wrong_data_before_it_uses_devices(tmp_path, monkeypatch, capsys):
-  def touched(*_: object) -> None:
-    raise AssertionError("a device was touched")
-
-  monkeypatch.setattr(cluster, "start", touched)
-  # Without a compilation cache: the command would keep it on for the other tests of this process.
-  common = ["configs/base.yml", f"base_output_directory={tmp_path}/runs", "dataset_type=grain", "jax_cache_dir="]
-  common.append("grain_file_type=jsonl")
-  written(tmp_path, "text", "jsonl")
-  for keys, message in [
-    (["train_data_columns=words", "grain_train_files=data.jsonl"], 'no field "words"'),
-    (["train_data_columns=body", "grain_train_files=data.jsonl", "vocab_size=200"], "byte tokenizer's 258 ids"),
-    (["grain_train_files=gone"], "'gone' has no files"),
-    (["grain_train_files="], "needs files to train on"),
-  ]:
-    root = Path(__file__).parents[2]
-    monkeypatch.chdir(tmp_path)
-    assert __main__.main([str(root / common[0]), *common[1:], *keys]) == 2
-    assert message in capsys.readouterr().err
-  assert not (tmp_path / "runs").exists()
-
-
-def test_options_that_name_no_files_are_refused(tmp_path):
-  with pytest.raises(ConfigError, match="dataset_type=grain: names no files"):
-    load(tmp_path)
-
-
-def test_a_missing_package_is_named(tmp_path, monkeypatch):
-  def absent(name: str) -> None:
-    raise ImportError(f"No module named {name}")
-
-  (tmp_path / "a.parquet").write_bytes(b"PAR1")
-  monkeypatch.setattr(packages.importlib, "import_module", absent)
-  with pytest.raises(ConfigError, match=r"grain_file_type=parquet needs the package pyarrow.*pip install pyarrow"):
-    load(tmp_path, grain_train_files=str(tmp_path), grain_file_type="parquet")
-
-
-def test_odd_files_are_read(tmp_path):
-  """Strings that pandas and Polars save in types of their own, a file without row groups, CRLF, and a mark of UTF-8."""
-  arrow, parquet = (pytest.importorskip(name, reason=ARROW) for name in ("pyarrow", "pyarrow.parquet"))
-  strings = arrow.array(TEXTS)
-  tables = {"0": strings[:0], "1": strings[:15].dictionary_encode(), "2": strings[15:].cast(arrow.string_view())}
-  (tmp_path / "odd").mkdir()
-  for name, column in tables.items():
-    parquet.write_table(arrow.table({"body": column}), tmp_path / "odd" / f"{name}.parquet")
-  assert parquet.read_metadata(tmp_path / "odd" / "0.parquet").num_rows == 0
-  expected = everything(load(tmp_path, **written(tmp_path, "text", "jsonl")))
-  lines = (tmp_path / "data.jsonl").read_bytes().rstrip(b"\n")
-  (tmp_path / "odd.jsonl").write_bytes(b"\xef\xbb\xbf" + lines.replace(b"\n", b"\r\n"))
-  for name, file_type in (("odd", "parquet"), ("odd.jsonl", "jsonl")):
-    keys = {"grain_train_files": f"{tmp_path}/{name}", "grain_file_type": file_type, "train_data_columns": "body"}
-    assert everything(load(tmp_path, **keys)) == expected
 
 
 def parts_without_documents(arrow) -> dict:
@@ -368,20 +245,6 @@ def test_parts_without_documents_do_not_end_a_run(tmp_path):
   lines = (tmp_path / "data.jsonl").read_text()
   (tmp_path / "data.jsonl").write_text('{"body": null}\n' + lines + '{"body": ""}\n')
   assert everything(load(tmp_path, grain_train_files=f"{tmp_path}/data.jsonl", **JSONL)) == expected
-
-
-def test_a_damaged_parquet_file_is_the_first_error(tmp_path):
-  """Before a column, a vocabulary or a tokenizer is checked, and before the files before it are tokenised."""
-  keys = written(tmp_path, "text", "parquet") | {"train_data_columns": "wrong", "tokenizer_type": "bpe"}
-  folder = Path(keys["grain_train_files"]).parent
-  files = sorted(folder.glob("*.parquet"))
-  content = files[0].read_bytes()
-  (folder / "8.parquet").write_bytes(content[:-9])
-  (folder / "9.parquet").write_bytes(b"\0" * len(content))
-  with pytest.raises(ConfigError, match=r"8.parquet cannot be read as Parquet.*2 files.*9.parquet"):
-    load(tmp_path, **keys)
-  with pytest.raises(ConfigError, match=r"0.parquet is a file of another type .*\nSet grain_file_type=parquet"):
-    load(tmp_path, **keys | {"grain_file_type": "arrayrecord"})
 
 
 JSONL = {"grain_file_type": "jsonl", "train_data_columns": "body"}
@@ -457,20 +320,3 @@ def test_the_example_configurations_run_on_data_of_their_format(tmp_path, reques
   mixture = mixture_file.read(config.data)
   loader = make_loader(config.data, vocab_size=4096, global_batch_size=4, split="train", mixture=mixture, log=print)
   assert "document" in loader.tokenizer.decode(loader.batch(0).tokens.ravel())
-
-
-def test_a_cache_without_space_for_the_prepared_data_is_a_warning(tmp_path, monkeypatch, capsys):
-  keys = written(tmp_path, "text", "jsonl")
-  monkeypatch.setattr(prepare.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-  load(tmp_path, **keys)
-  (warning,) = [line for line in capsys.readouterr().out.splitlines() if "will need about" in line]
-  assert re.search(r"warning: the prepared data will need about [\d.e-]+ GB in /.*, and 1e-06 GB are free\.", warning)
-  assert "dataset_cache_directory" in warning
-
-
-def test_a_long_preparation_prints_where_it_is(tmp_path, monkeypatch, capsys):
-  monkeypatch.setattr(prepare, "_GROUP", 100)
-  monkeypatch.setattr(prepare, "_REPORT_SECONDS", -1)
-  load(tmp_path, **written(tmp_path, "text", "jsonl"))
-  lines = [line for line in capsys.readouterr().out.splitlines() if "Preparing" in line]
-  assert len(lines) > 5 and lines[-1].endswith(f"at document 40 of {tmp_path}/data.jsonl")

@@ -20,13 +20,6 @@ def test_what_was_written_is_read(tmp_path_factory, records):
   read.close()
 
 
-@pytest.mark.parametrize("number", [-1, 3])
-def test_numbers_outside_are_refused(tmp_path, number):
-  store.write(tmp_path / "a.records", [b"x"] * 3)
-  with pytest.raises(IndexError):
-    store.Records(tmp_path / "a.records", 3)[number]
-
-
 def test_every_damaged_bit_is_found(tmp_path):
   path = tmp_path / "a.records"
   store.write(path, [b"abc", b"defg", b"h"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import pickle
 import string
 import sysconfig
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers as tokenizers_lib
 from hypothesis import given, settings
@@ -20,7 +18,6 @@ from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe, train_bpe
 from trainer.config.errors import ConfigError
 
-NAMES = ("bos_id", "eos_id", "vocab_size", "fingerprint")
 SAMPLE = Path(sysconfig.get_path("stdlib"), "argparse.py").read_text(encoding="utf-8")
 
 
@@ -30,20 +27,6 @@ def tokenizers() -> dict[str, Tokenizer]:
 
 
 names = pytest.mark.parametrize("name", ["byte", "bpe"])
-AWKWARD = [
-  "",
-  " ",
-  "\n\n \t",
-  "\x00\x7f",
-  "na\u00efve caf\u00e9",
-  "\u65e5\u672c\u8a9e",
-  "\U0001f3f3\ufe0f\u200d\U0001f308",
-  "e\u0301",
-  "\ufeffbom",
-  "a  b   c",
-  "\r\n",
-  "<|eos|><|bos|>",
-]
 
 
 @names
@@ -58,46 +41,10 @@ def test_round_trip_of_any_text(tokenizers, name, text):
 
 
 @names
-@pytest.mark.parametrize("text", AWKWARD)
-def test_round_trip_of_awkward_text(tokenizers, name, text):
-  tokenizer = tokenizers[name]
-  ids = tokenizer.encode(text)
-  assert tokenizer.decode(ids) == text
-  assert tokenizer.eos_id not in ids and tokenizer.bos_id not in ids
-
-
-@names
-def test_batch_equals_single(tokenizers, name):
-  texts = [*AWKWARD, SAMPLE, "\ud800 lone"]
-  batch = tokenizers[name].encode_batch(texts)
-  assert [ids.tolist() for ids in batch] == [tokenizers[name].encode(text) for text in texts]
-  assert {ids.dtype for ids in batch} == {np.dtype(np.int32)}
-  assert tokenizers[name].encode_batch([]) == []
-
-
-@names
 @settings(deadline=None, max_examples=200)
 @given(ids=st.lists(st.integers(-(2**70), 2**70) | st.integers(0, 600)))
 def test_decoding_never_raises(tokenizers, name, ids):
   assert isinstance(tokenizers[name].decode(ids), str)
-
-
-@names
-def test_decoding_leaves_specials_out(tokenizers, name):
-  tokenizer = tokenizers[name]
-  ids = [tokenizer.bos_id, *tokenizer.encode("ab"), tokenizer.eos_id, tokenizer.vocab_size + 5, *tokenizer.encode("c")]
-  assert tokenizer.decode(np.array(ids)) == "abc"
-
-
-@names
-def test_lone_surrogates_are_replaced(tokenizers, name):
-  assert tokenizers[name].decode(tokenizers[name].encode("a\ud800b")) == "a?b"
-
-
-def test_bytes_are_the_ids():
-  assert ByteTokenizer().encode("a\u00e9") == [97, 0xC3, 0xA9]
-  assert ByteTokenizer().decode([0xC3]) == "\ufffd"
-  assert ByteTokenizer().vocab_size == 258
 
 
 def test_bpe_compresses_and_is_the_same_every_time(tokenizers):
@@ -105,17 +52,6 @@ def test_bpe_compresses_and_is_the_same_every_time(tokenizers):
   assert tokenizers["bpe"].vocab_size == 512
   again = BpeTokenizer(train_bpe([SAMPLE], 512))
   assert again.fingerprint == tokenizers["bpe"].fingerprint != BpeTokenizer(train_bpe([SAMPLE], 513)).fingerprint
-
-
-def test_bpe_trained_on_little_text_contains_all_bytes():
-  tokenizer = BpeTokenizer(train_bpe(["x"], 4096))
-  assert tokenizer.vocab_size == 258
-  assert tokenizer.decode(tokenizer.encode("\u65e5\u672c\u8a9e\x00")) == "\u65e5\u672c\u8a9e\x00"
-
-
-def test_bpe_needs_a_vocabulary_that_holds_all_bytes():
-  with pytest.raises(ConfigError, match=r"vocab_size=257 .*at least 258"):
-    train_bpe(["x"], 257)
 
 
 def saved(tmp_path: Path, *special: str, ordinary: str = "", **changes) -> str:
@@ -160,20 +96,6 @@ def test_published_names_of_special_tokens_are_found(tmp_path, special, bos, eos
     assert len(tokenizer.encode("</s>")) == len(tokenizer.encode("<s>")) == 1
 
 
-def test_tokens_with_other_names_are_named_by_the_keys(tmp_path):
-  path = saved(tmp_path, "[CLS]", "[SEP]", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<s>", ordinary="</s>")
-  with pytest.raises(ConfigError, match=r"no special token named .*</s> is an ordinary .*: \[CLS\], \[SEP\]"):
-    load_bpe(path)
-  with pytest.raises(ConfigError, match=r"eos_token=</s>: .*an ordinary token of it, which any text may contain"):
-    load_bpe(path, eos_token="</s>")
-  with pytest.raises(ConfigError, match=r"bos_token=<x>: it has no special token named <x>\. Set bos_token to one of"):
-    load_bpe(path, "<x>", "[SEP]")
-  found = [load_bpe(path, *keys) for keys in (("[CLS]", "[SEP]"), ("", "[SEP]"), ("none", "[SEP]"))]
-  found.append(load_bpe(path, "[SEP]", "<\uff5cend\u2581of\u2581sentence\uff5c>"))
-  assert [(one.bos_id, one.eos_id) for one in found] == [(0, 1), (3, 1), (None, 1), (1, 2)]
-  assert len({one.fingerprint for one in found}) == 4
-
-
 def test_the_template_says_which_tokens_surround_a_text(tmp_path):
   names = ["[CLS]", "[SEP]", "<s>", "</s>"]
   bert = {"type": "BertProcessing", "sep": ["[SEP]", 1], "cls": ["[CLS]", 0]}
@@ -215,23 +137,6 @@ def test_text_does_not_become_a_special_token_of_a_unigram(tmp_path):
   for text in ("a </s> b", "<s>a</s>", "<s>"):
     assert not {1, 2} & {*found.encode(text)} and found.decode(found.encode(text)) == text
   assert found.encode(SAMPLE[:5000]) == tokenizer.encode(SAMPLE[:5000], add_special_tokens=False).ids
-
-
-def test_another_process_has_the_same_tokenizer(tokenizers, tmp_path):
-  """It prepares large data, and all data of trainer.tools.tokenize."""
-  path = saved(tmp_path, "<s>", "</s>", "[SEP]")
-  for tokenizer in (*tokenizers.values(), load_bpe(path, "none", "[SEP]")):
-    other = pickle.loads(pickle.dumps(tokenizer))
-    for text in ("<|eos|><|bos|>", "a</s>[SEP]", *AWKWARD):
-      assert other.encode(text) == tokenizer.encode(text)
-    assert [getattr(other, name) for name in NAMES] == [getattr(tokenizer, name) for name in NAMES]
-
-
-def test_a_byte_order_mark_before_the_file_is_skipped(tmp_path):
-  path = Path(saved(tmp_path, "<s>", "</s>"))
-  plain = load_bpe(str(path))
-  path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
-  assert load_bpe(str(path)).fingerprint == plain.fingerprint
 
 
 def test_bad_tokenizer_files_are_named(tmp_path):
@@ -333,14 +238,3 @@ def test_a_warning_has_the_share_of_text_without_tokens(tmp_path, name, warning)
       f"warning: {tmp_path}/a.jsonl: {warning}. Give a tokenizer for this text, or one that has all bytes."
     ]
   assert not [line for line in prepared(tmp_path, path, ["abc", "abc abc"])[1] if line.startswith("warning")]
-
-
-def test_bytes_without_tokens_are_lost_characters(tmp_path):
-  """A byte-level BPE whose alphabet is that of the text on which it was trained."""
-  level = {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False), "decoder": decoders.ByteLevel()}
-  path = saved_model(tmp_path, "BPE without unk", **level)
-  _, lines = prepared(tmp_path, path, ["abc\u043c"])
-  assert "has no token for 25.00% of the characters" in lines[-1]
-  whole = load_bpe(saved(tmp_path, "<s>", "</s>"))
-  text = "\n \u043c\u0301 \ufffd \U0001f600"
-  assert whole.lost(text, whole.encode_batch([text])[0]) == (0, 0)

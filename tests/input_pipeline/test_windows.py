@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from input_pipeline import windows
-from input_pipeline.batch import Example
 
 documents = st.lists(st.lists(st.integers(0, 70000), min_size=1, max_size=12), min_size=1, max_size=12)
 
@@ -53,31 +52,6 @@ def test_windows_give_the_stream_back(docs, length):
     assert left.tokens[-1] == right.tokens[0] and len(left.tokens) == length + 1
 
 
-@settings(deadline=None)
-@given(docs=documents, length=st.integers(1, 20))
-def test_pack_and_unpack(docs, length):
-  for window in windows.split([arrays(docs)], length):
-    again = windows.unpack(windows.pack(window, np.dtype("<u4")), np.dtype("<u4"))
-    np.testing.assert_array_equal(again.tokens, window.tokens)
-    np.testing.assert_array_equal(again.starts, window.starts)
-    assert again.tokens.dtype == np.int32
-
-
-def test_a_boundary_by_hand():
-  # Documents 7 8 9 | 5 6 | 4 with T = 4: the windows are 7 8 9 5 6 and 6 4.
-  first, second = (
-    windows.example(window, 4) for window in windows.split([arrays([[7, 8, 9], [5, 6]]), arrays([[4]])], 4)
-  )
-  assert [field.tolist() for field in first] == [[7, 8, 9, 5], [8, 9, 5, 6], [1, 1, 0, 1], [0, 1, 2, 0], [1, 1, 1, 2]]
-  assert [field.tolist() for field in second] == [[6, 0, 0, 0], [4, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]]
-  assert [field.dtype for field in first] == [np.int32, np.int32, np.float32, np.int32, np.int32]
-
-
 @pytest.mark.parametrize("groups", [[], [[]], [[np.array([3], np.int32)]], [[], [np.array([3], np.int32)], []]])
 def test_a_stream_without_a_target_has_no_window(groups):
   assert list(windows.split(groups, 4)) == []
-
-
-def test_example_has_the_batch_fields():
-  example = windows.example(windows.Window(np.array([1, 2], np.int32), np.zeros(0, np.int64)), 3)
-  assert isinstance(example, Example) and all(field.shape == (3,) for field in example)

@@ -16,11 +16,8 @@ from tests.support.data_files import TEXTS, write_jsonl
 from input_pipeline import cache, workers
 from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
-from input_pipeline.tokenizer import train_bpe
 from input_pipeline.workers import WorkerLost, Workers
-from trainer import __main__
 from trainer.config.errors import ConfigError
-from trainer.run import run_data
 
 
 def opened(folder: Path, path: Path, **more: str) -> Loader:
@@ -44,19 +41,6 @@ def test_the_same_data_and_the_same_error_as_in_this_process(tmp_path, monkeypat
   assert str(there.value) == str(here.value)
   entries = [sorted(path.name for path in (tmp_path / folder).glob("corpus-*")) for folder in ("here", "there")]
   assert entries[0] == entries[1] and len(entries[0]) == 1
-
-
-def test_text_with_names_of_special_tokens_is_text_in_another_process(tmp_path, monkeypatch):
-  """The tokenizer is sent there. Its library forgets how special tokens in a text are encoded."""
-  path = Path(write_jsonl(tmp_path / "data", "text", [f"{text}<|eos|>a<|bos|>" for text in TEXTS]))
-  tokenizer = tmp_path / "tokenizer.json"
-  tokenizer.write_text(train_bpe(TEXTS, 280), encoding="utf-8")
-  keys = {"tokenizer_type": "bpe", "tokenizer_path": str(tokenizer)}
-  want = opened(tmp_path / "here", path, **keys)
-  monkeypatch.setattr(workers, "_SMALL", 0)
-  found = opened(tmp_path / "there", path, **keys)
-  assert found.next_examples(0) == want.next_examples(0)
-  assert found.describe(1)["tokens"] == want.describe(1)["tokens"]
 
 
 def processes(pool: Workers) -> list[subprocess.Popen]:
@@ -106,14 +90,3 @@ def test_neither_a_lost_terminal_nor_an_odd_name_ends_the_work(tmp_path):
   shown = run(stdout=subprocess.PIPE, timeout=60)
   assert (shown.returncode, shown.stderr) == (0, b"done")
   assert b"Preparing caf\\xe9 \\udce9\n" in shown.stdout and shown.stdout.endswith(b"again\n")
-
-
-def test_the_command_says_that_a_process_was_killed(tmp_path, monkeypatch, capsys):
-  def lost(config):
-    raise WorkerLost("A process ended with code -9 while it read A.")
-
-  monkeypatch.setattr(run_data, "check", lost)
-  keys = [f"base_output_directory={tmp_path}", "jax_cache_dir="]
-  assert __main__.main(["configs/quickstart.yml", *keys]) == 1
-  assert "error: A process ended with code -9 while it read A. Start again" in capsys.readouterr().err
-  assert list(tmp_path.iterdir()) == []

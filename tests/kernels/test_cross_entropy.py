@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from tests.support.plain_cross_entropy import plain_cross_entropy
+from tests.kernels.plain_cross_entropy import plain_cross_entropy
 from tests.support.seeds import few
 
 from trainer.config.rules import AXES
 from trainer.kernels import cross_entropy
-from trainer.kernels.cross_entropy import choose_chunks, linear_cross_entropy
+from trainer.kernels.cross_entropy import linear_cross_entropy
 from trainer.parallel.sharding import constrain
 
 
@@ -68,14 +68,6 @@ def test_bfloat16_inputs_keep_a_float32_gradient_of_the_weights():
   assert_same(got[1], want[1], 1e-2)  # dlogits are rounded to 8 bits before the matmuls
 
 
-def test_the_cotangent_scales_both_gradients():
-  arrays = inputs()
-  _, one = grads(linear_cross_entropy, arrays, z_loss=0.1, num_chunks=2)
-  scaled = lambda *a, **o: tuple(3.0 * x for x in linear_cross_entropy(*a, **o))
-  _, three = grads(scaled, arrays, z_loss=0.1, num_chunks=2)
-  assert_same(three, jax.tree.map(lambda g: 3 * g, one), 1e-6)
-
-
 def test_never_holds_the_logits_of_the_whole_sequence():
   arrays = inputs(b=2, t=256, d=8, v=4096)
   step = lambda x, w: jax.grad(lambda *a: linear_cross_entropy(*a, *arrays[2:], z_loss=0.0, num_chunks=16)[0], (0, 1))(
@@ -127,16 +119,3 @@ def test_chunks_of_a_sharded_length_stay_where_they_are():
 def test_refuses_a_valid_vocabulary_larger_than_the_weights():
   with pytest.raises(ValueError, match=r"valid_vocab=62 must be in 1\.\.61"):
     linear_cross_entropy(*inputs(), z_loss=0.0, num_chunks=1, valid_vocab=62)
-
-
-@pytest.mark.parametrize(
-  "length, position_bytes, limit, chunks",
-  [
-    (512, 4 * 8 * 4096, 128 << 20, 1),  # all of it fits
-    (2048, 4 * 16 * 151936 / 16, 96 << 20, 16),  # 13 chunks would be enough, 16 divide the length
-    (509, 1 << 20, 100 << 20, 6),  # a prime length: the last chunk is padded
-    (3, 1 << 30, 1 << 20, 3),  # one position alone exceeds the limit
-  ],
-)
-def test_chunks_keep_the_logits_within_the_limit(length, position_bytes, limit, chunks):
-  assert choose_chunks(length, position_bytes, limit) == chunks

@@ -99,7 +99,3 @@ def test_sharded_and_unsharded_int8_are_bit_identical():
 
   for a, b in zip(step(*placed), step(*arrays), strict=True):
     np.testing.assert_array_equal(a, b)
-
-
-def test_an_empty_mode_is_the_plain_projection():
-  assert projection.choose("tpu", "") == projection.PLAIN

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import pathlib
 import re
-import shutil
 import subprocess
-import tomllib
 
 import pytest
-
-from trainer.launch.manifest import options
 
 ROOT = pathlib.Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -34,12 +30,6 @@ def test_every_copied_file_is_sent_to_docker_and_nothing_else_is():
   assert lines[1] == "*" and {line[1:] for line in lines if line.startswith("!")} == copied
 
 
-def test_the_extras_of_a_build_are_those_that_a_manifest_knows():
-  """With those that every image has, these are all extras of which a run on a pod can need a package."""
-  extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
-  assert set(options.EXTRAS) == extras - {"arrow", "gcs", "gpu", "tpu", "standin", "prometheus", "dev"}
-
-
 @pytest.mark.parametrize(
   ("arguments", "expected"),
   [
@@ -56,9 +46,3 @@ def test_the_entrypoint_starts_the_program_or_another_module(tmp_path, arguments
   path = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
   result = subprocess.run(command, env=path, capture_output=True, text=True, timeout=60)
   assert (result.stdout.split("|")[:-1], result.returncode) == (expected, 42)
-
-
-@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
-def test_hadolint_has_no_complaint():
-  result = subprocess.run(["hadolint", "docker/Dockerfile"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-  assert (result.returncode, result.stdout) == (0, "")

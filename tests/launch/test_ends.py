@@ -117,13 +117,3 @@ def test_a_warning_to_every_process_saves_and_ends(compiled, server, tmp_path, n
     assert run.wait(supervisor, 30) == 42, run.tail()
   assert run.committed_steps()[-1] == run.last_step
   assert run.steps() == list(range(1, run.last_step + 1))
-
-
-def test_a_lost_slice_ends_a_run_that_is_not_elastic(compiled, server, tmp_path):
-  run = ProcessRun(tmp_path, [compiled, ENDLESS, "elastic_enabled=false"], slices=2, server=server)
-  with run.launched() as supervisor:
-    run.wait_for(lambda: run.last_step >= 5, supervisor)
-    assert run.kill(1)
-    assert run.wait(supervisor, 30) == 1, run.tail()
-  assert re.search(r"Member 1 is lost \(.*\), and elastic_enabled=false", run.printed)
-  assert "Starting member" not in run.printed

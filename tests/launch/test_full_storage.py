@@ -27,7 +27,7 @@ def fill(tmp_path):
   subprocess.run(["umount", "-l", str(path)], timeout=30, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_last_state_goes_to_local_copies(compiled, server, tmp_path, fill):
   """A full disk at the last save ends the run at once, for every member, and the same command restores its state. The
   copies of one slice are enough for all."""

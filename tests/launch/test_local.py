@@ -86,7 +86,7 @@ def test_no_fault_of_a_slice_costs_a_step(undisturbed, compiled, server, tmp_pat
   assert hang["detect_seconds"] >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_slice_with_wrong_sums_is_taken_out_before_they_count_and_stays_away(undisturbed, compiled, server, tmp_path):
   """Of the gradients of slice 0, one bit is wrong in step 16, in which a witness compares one of its shares."""
   keys = [*KEYS, compiled, "witness_period=16", "fault_injection=flip_gradient@16:0"]

@@ -68,16 +68,6 @@ def test_a_restart_leaves_earlier_parts_unchanged(bucket, tmp_path):
   assert [line[20:] for line in files.read_lines("gs://b/run", "log.txt")] == ["life 0", "life 1", "life 2"]
 
 
-def test_the_last_lines_can_be_removed(bucket):
-  for part in ("ab", "cd", "e"):
-    lines = files.ObjectLines("gs://b/run", "x", period=60)
-    for line in part:
-      lines.append(line)
-    lines.close()
-  files.cut_lines("gs://b/run", "x", lambda line: line < b"d")
-  assert list(files.read_lines("gs://b/run", "x")) == ["a", "b", "c"]
-
-
 def test_lines_are_uploaded_without_a_flush(bucket):
   lines = files.ObjectLines("gs://b/run", "x", period=0.05)
   lines.append("soon")
@@ -136,11 +126,6 @@ def test_a_store_that_does_not_answer_does_not_hold_the_end(bucket, monkeypatch,
     bucket.answers.set()
   warning = "warning: gs://b/run/x: no answer for 0.2 s; its last lines are lost\n"
   assert capsys.readouterr().err == warning
-
-
-def test_a_missing_file_has_no_lines(bucket, tmp_path):
-  assert list(files.read_lines("gs://b/nothing", "x")) == []
-  assert list(files.read_lines(str(tmp_path / "nothing"), "x")) == []
 
 
 @pytest.mark.parametrize("torn", ['{"a": ', "[2", "", "3", '{"a": 2}, {"a": 3}'])

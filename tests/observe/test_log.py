@@ -9,7 +9,7 @@ import textwrap
 
 from tests.support.command import without_times
 
-from trainer.observe import files, log, screen
+from trainer.observe import log, screen
 
 
 def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
@@ -23,23 +23,6 @@ def test_a_line_is_the_same_on_stdout_and_in_the_file(tmp_path, capsys):
   assert without_times(printed) == "completed step: 8, seconds: 0.159\nwarning: a slice is slow\nof every step\n"
   assert (tmp_path / "run" / "log.txt").read_text() == f"{printed}{printed[:20]}only in the file\n"
   out.close()
-
-
-def test_a_second_log_continues_the_file(tmp_path, capsys):
-  for text in ("first life", "second life"):
-    out = log.get(str(tmp_path))
-    out.line(text)
-    out.close()
-  assert without_times((tmp_path / "log.txt").read_text()) == "first life\nsecond life\n"
-
-
-def test_processes_that_are_not_primary_print_only_warnings(tmp_path, capsys):
-  out = log.get(str(tmp_path), is_primary=False)
-  out.line("not printed")
-  out.warning("trouble")
-  captured = capsys.readouterr()
-  assert captured.out == "" and without_times(captured.err) == "warning: trouble\n"
-  assert not (tmp_path / "log.txt").exists()
 
 
 def test_redirect_moves_only_the_screen(tmp_path, capsys):
@@ -78,23 +61,6 @@ def test_every_line_printed_before_a_kill_is_in_the_file(tmp_path):
     process.wait(timeout=30)
   lines = without_times((tmp_path / "log.txt").read_text()).split("\n")[:-1]
   assert len(lines) >= 500 and lines == [f"line {i}" for i in range(len(lines))]
-
-
-def test_a_torn_line_is_separated_from_the_next(tmp_path):
-  path = tmp_path / "x.jsonl"
-  path.write_bytes(b'{"step": 1}\n{"step": 2, "lo')
-  lines = files.open_lines(str(tmp_path), "x.jsonl")
-  lines.append('{"step": 2}')
-  lines.append('{"step": 3}')
-  lines.close()
-  assert [record["step"] for record in files.read_json_lines(str(tmp_path), "x.jsonl")] == [1, 2, 3]
-
-
-def test_a_full_disk_is_reported_once_and_does_not_raise(capsys):
-  lines = files.LocalLines(files.Path("/dev/full"))
-  for _ in range(3):
-    lines.append("text")
-  assert capsys.readouterr().err.count("No space left on device") == 1
 
 
 def test_a_full_disk_leaves_whole_lines_and_no_half_files(tmp_path):

@@ -1,13 +1,10 @@
 from __future__ import annotations
 
-import json
-import math
-
 import numpy as np
 import pytest
 
 from stepcost import chips
-from trainer.observe import events, metrics, throughput
+from trainer.observe import events, metrics
 
 
 def record(step: int, **changes) -> metrics.StepRecord:
@@ -38,15 +35,6 @@ def test_numbers_are_read_back_bit_for_bit(tmp_path):
   assert [r["loss"] for r in history] == losses.tolist()
   assert [r["grad_norm"] for r in history] == losses.astype(np.float32).tolist()
   assert history[3].keys() >= {"attempt", "wall", "monotonic", "process", "weights", "data_wait", "slices", "seconds"}
-
-
-def test_nan_is_written_as_strict_json_and_read_back(tmp_path):
-  out = open_metrics(tmp_path)
-  out.write(record(0, loss=float("nan"), grad_norm=np.float32("inf"), skipped=True))
-  out.close()
-  json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=lambda name: pytest.fail(name))
-  (only,) = metrics.read_metrics(str(tmp_path))
-  assert math.isnan(only["loss"]) and only["grad_norm"] == math.inf and only["skipped"] is True
 
 
 def test_lines_that_another_program_has_changed_end_no_run(tmp_path):
@@ -109,29 +97,6 @@ def test_a_new_primary_ignores_records_that_an_earlier_restart_gave_up(tmp_path,
   assert [one.get("eval_loss") for one in history] == [None] * 5 + [1.0, None]
 
 
-def test_a_z_loss_is_recorded_where_there_is_one(tmp_path):
-  for name, value in (("with", 0.25), ("without", None)):
-    out = open_metrics(tmp_path / name)
-    out.write(record(1, z_loss=value))
-    out.close()
-  assert metrics.read_metrics(str(tmp_path / "with"))[0]["z_loss"] == 0.25
-  assert "z_loss" not in metrics.read_metrics(str(tmp_path / "without"))[0]
-
-
-def test_rates_and_time_to_the_end():
-  rates = throughput.Throughput(flops_per_token=6e9, tokens_per_step=8192, total_steps=100, peak_flops=197e12)
-  at = rates.rates(0.5, 4)
-  assert at.tokens_per_second_per_device == 4096
-  assert at.tflops_per_device == pytest.approx(24.576) and at.mfu == pytest.approx(24.576 / 197)
-  rates.eta(0, 60.0)  # a compile
-  for step in range(1, 10):
-    left = rates.eta(step, 0.5)
-  assert left == pytest.approx(91 * 0.5)
-  assert rates.eta(100, 0.5) == 0
-  unknown = throughput.Throughput(flops_per_token=1.0, tokens_per_step=1, total_steps=1, peak_flops=None)
-  assert unknown.rates(1.0, 1).mfu is None
-
-
 @pytest.mark.parametrize(
   ("kind", "name", "tflops"),
   [
@@ -159,29 +124,13 @@ def test_chips_are_found_by_their_device_kind(kind, name, tflops):
   ("kind", "dtype", "tera"),
   [
     ("v5e", "s8", 393),
-    ("v5e", "f8e4m3fn", 197),  # no unit for them: computed as bf16
-    ("v5e", "bf16", 197),
     ("7x", "f8e5m2", 2307),
-    ("7x", "s8", 1153.5),
     ("NVIDIA H100 NVL", "s8", 1671),
     ("NVIDIA H200", "f8e4m3fn", 1979),
-    ("NVIDIA H200", "f32", 989.4),
   ],
 )
 def test_peaks_of_8_bit_matmuls(kind, dtype, tera):
   assert chips.find(kind).peak(dtype) == pytest.approx(tera * 1e12)
-
-
-@pytest.mark.parametrize(("kind", "passes"), [("v5e", (1, 3, 6)), ("NVIDIA H200", (1, 1, 1))])
-def test_float32_products_of_a_tpu_are_made_of_bfloat16_ones(kind, passes):
-  chip = chips.find(kind)
-  assert tuple(chip.peak_flops / chip.peak("f32", p) for p in ("default", "high", "highest")) == pytest.approx(passes)
-  assert chip.peak("bf16", "highest") == chip.peak_flops
-
-
-@pytest.mark.parametrize("kind", ["cpu", "TPU v4 lite", "TPU v9", ""])
-def test_unknown_devices_have_no_peak(kind):
-  assert chips.find(kind) is None
 
 
 ONE = {"eval"}, "eval"  # the only set

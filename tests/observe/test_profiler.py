@@ -41,15 +41,6 @@ def test_a_real_profile_is_written(tmp_path):
   assert event["kind"] == "profile" and event["seconds"] > 0
 
 
-def test_the_window(tmp_path, calls):
-  tracer = make(tmp_path)
-  for index in range(8):
-    tracer.before_step(index, lambda: calls.append("wait"))
-    calls.append(str(index))
-  tracer.close()
-  assert calls == ["0", "1", "wait", "start", "2", "3", "4", "wait", "stop", "5", "6", "7"]
-
-
 @pytest.mark.parametrize("last", range(7))
 def test_an_attempt_may_end_anywhere(tmp_path, calls, last):
   tracer = make(tmp_path)
@@ -58,14 +49,6 @@ def test_an_attempt_may_end_anywhere(tmp_path, calls, last):
   tracer.close()
   tracer.close()
   assert calls == ([] if last < 2 else ["start", "stop"])
-
-
-def test_every_attempt_has_its_own_profile(tmp_path, calls):
-  for _ in range(2):
-    tracer = make(tmp_path)
-    tracer.before_step(2)
-    tracer.close()
-  assert calls == ["start", "stop"] * 2
 
 
 def test_attempts_within_a_second_keep_all_their_profiles(tmp_path):
@@ -110,28 +93,3 @@ def test_folders_of_an_object_store_are_for_the_tracer_of_pathways(monkeypatch):
     monkeypatch.setattr(jax_profiler, name, function)
   assert profiler.tracer_for("gs://b/run/profile") == of_pathways
   assert profiler.tracer_for("/runs/a/profile") == of_jax
-
-
-def test_no_profiler_records_nothing(tmp_path, calls):
-  tracer = make(tmp_path, profiler="")
-  for index in range(8):
-    tracer.before_step(index)
-  tracer.close()
-  assert calls == []
-
-
-def test_an_error_of_the_tracer_is_a_warning(tmp_path, capsys):
-  jax.profiler.start_trace(str(tmp_path / "of somebody else"))
-  try:
-    tracer = make(tmp_path)
-    for index in range(8):
-      tracer.before_step(index)
-    tracer.close()
-  finally:
-    jax.profiler.stop_trace()
-  assert capsys.readouterr().out.count("warning: no profile of this attempt") == 1
-  tracer = make(tmp_path)
-  tracer.before_step(2)
-  jax.profiler.stop_trace()  # the running trace is lost in some way
-  tracer.close()
-  assert "warning: the profile was lost" in capsys.readouterr().out

@@ -6,11 +6,10 @@ import re
 import subprocess
 import sys
 import textwrap
-from unittest import mock
 
 from tests.support.command import without_times
 
-from trainer.observe import log, progress
+from trainer.observe import log
 from trainer.observe.metrics import StepRecord, format_step_line
 from trainer.observe.progress import Progress
 
@@ -26,20 +25,6 @@ def test_without_a_terminal_the_first_every_period_and_the_last_step_are_plain_l
   printed = capsys.readouterr().out
   assert without_times(printed).splitlines() == [format_step_line(record(step)) for step in (1, 2, 4, 6, 7)]
   assert (tmp_path / "log.txt").read_text() == printed
-
-
-def test_in_a_terminal_a_step_in_every_minute_leaves_a_line(tmp_path, monkeypatch, capsys):
-  """No line of a step was ever printed there."""
-  now = [0.0]
-  monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
-  shown = Progress(log.get(str(tmp_path)), total_steps=900, total_slices=1, log_period=50, terminal=True)
-  shown._bar = mock.Mock()
-  for step in range(101, 301):
-    now[0] += 1.0
-    shown.step(record(step))
-  printed = [int(step) for step in re.findall(r"completed step: (\d+),", capsys.readouterr().out)]
-  assert {101, 161, 221, 281} <= set(printed)
-  assert set(printed) <= {int(step) for step in re.findall(r"step: (\d+),", (tmp_path / "log.txt").read_text())}
 
 
 def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path):

@@ -89,7 +89,7 @@ def small(command: str) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.slow
+@pytest.mark.soak
 def test_the_walks_lead_to_a_program_that_trains(tmp_path):
   copy_of_the_code(tmp_path)
   changed = [path for page in PAGES for _, text in blocks(page) if (path := apply(text, tmp_path))]

@@ -23,7 +23,7 @@ def test_it_has_ten_cells_without_outputs():
     assert cell == {name: cell[name] for name in ("cell_type", "id", "source")} | {"metadata": {}} | code
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_its_cells_run(server, tmp_path):
   (tmp_path / "text").mkdir()
   for i in range(4):
@@ -32,9 +32,7 @@ def test_its_cells_run(server, tmp_path):
   keys |= {"jax_cache_dir": "", "eval_steps": 2}
   changes = [f"steps=100=>steps=10, **{keys}", "steps=12=>steps=8", "tokens=48=>tokens=4"]
   log = tmp_path / "printed.txt"
-  process = server.run(
-    "tests.support.notebook_run", [str(NOTEBOOK), str(tmp_path), *changes], {"MPLBACKEND": "Agg"}, log
-  )
+  process = server.run("tests.pages.notebook_run", [str(NOTEBOOK), str(tmp_path), *changes], {"MPLBACKEND": "Agg"}, log)
   assert process.wait(200) == 0, log.read_text()
   printed = log.read_text()
   assert "2 of 2 devices: cpu" in printed and "{'eval': (" in printed and "model.safetensors" in printed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from tests.support import house, needs
+from tests.support import needs
 
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCE = ROOT / "src"
@@ -27,10 +27,3 @@ def test_the_page_of_alerts_has_the_metrics_that_are_served():
   alerts = (ROOT / "docs" / "records.md").read_text().partition("\n## Alerts\n")[2].partition("\n## ")[0]
   named = set(re.findall(r"\btrainer_\w+", alerts))
   assert named == served | {exporter._AGE[0]}
-
-
-@needs.workshop
-def test_the_picture_of_the_house_is_that_of_the_imports():
-  assert len(house.floors(house.needs())) <= 12
-  drawn = house.picture(house.needs())
-  assert house.PICTURE.read_text() == drawn, "draw it again: .venv/bin/python -m tests.support.house"

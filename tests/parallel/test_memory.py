@@ -58,11 +58,6 @@ def test_an_accelerator_must_hold_its_share_of_the_state():
     memory.require_fit(on_accelerators("NVIDIA H200", {"bytes_limit": EACH - 1}), 53, SIMULATED)
 
 
-@pytest.mark.parametrize("statistics", [None, {}])
-def test_memory_that_is_not_known_refuses_nothing(statistics):
-  memory.require_fit(on_accelerators("NVIDIA H200", statistics), 53, SIMULATED)
-
-
 def test_on_pathways_the_memory_of_the_chip_counts(monkeypatch):
   def no_statistics():
     raise AssertionError("a proxy device has no statistics")

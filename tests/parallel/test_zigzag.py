@@ -7,7 +7,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
 from tests.kernels.test_attention import mesh_of
 from tests.program.test_share_sums import compile_sums, sums
 
@@ -41,14 +40,7 @@ def test_both_orders(shape):
   assert zigzag.spread(None, x) is zigzag.restored(None, x) is zigzag.gathered(None, x) is x
 
 
-def test_both_orders_inside_a_region_manual_over_data():
-  mesh, x = mesh_of(2, 1, 2, 2), np.arange(4 * 8, dtype=np.float32).reshape(4, 8)
-  spec = PartitionSpec("data")
-  move = functools.partial(zigzag.spread, mesh)
-  moved = jax.shard_map(move, mesh=mesh, axis_names={"data"}, in_specs=spec, out_specs=spec, check_vma=False)
-  np.testing.assert_array_equal(jax.jit(moved)(x), x[:, zigzag.positions(2, 8)])
-
-
+@pytest.mark.soak
 def test_the_sums_of_a_share_in_several_programs_in_zigzag_order(monkeypatch):
   """And of two micro-batches: the first one takes the derivative that a step in one program takes. The tables are tied:
   the first and the last program add to the same gradient."""

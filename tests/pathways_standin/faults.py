@@ -122,30 +122,6 @@ def a_killed_slice(s):
 
 
 @scenario
-def a_program_compiled_before_runs_after_the_return(s):
-  donating = jax.jit(lambda x: x * 2, donate_argnums=0)
-  compiled = donating.lower(s.put(s.everywhere)).compile()
-  s.control("kill", 1)
-  first = jax.jit(lambda x: (x + 3, x.sum()))(s.put(s.everywhere))  # its first execution is on a dead slice
-  fails(lambda: np.asarray(first[0]))
-  argument = s.put(s.everywhere)
-  fails(compiled(argument).block_until_ready)
-  assert argument.is_deleted()
-  s.control("revive", 1)
-  np.testing.assert_array_equal(compiled(s.put(s.everywhere)), s.value * 2)
-
-
-@scenario
-def codes_and_texts(s):
-  for code, down in (("DATA_LOSS", True), ("UNAVAILABLE", False), ("DEADLINE_EXCEEDED", True), ("ABORTED", False)):
-    s.control("kill", 1, code, "worker", "was", "preempted")
-    with pytest.raises(jax.errors.JaxRuntimeError, match=f"^{code}: worker was preempted") as caught:
-      s.put(s.dying).block_until_ready()
-    assert elastic.is_error_due_to_slice_down(caught.value) == down
-    s.control("revive", 1)
-
-
-@scenario
 def a_program_that_runs_fails_on_all_its_slices(s):
   kept = s.add(s.put(s.living))
   kept.block_until_ready()
@@ -186,14 +162,6 @@ def a_hanging_slice(s):
 
 
 @scenario
-def a_hang_that_ends_by_itself(s):
-  s.control("hang", 1, 0.5)
-  began = time.monotonic()
-  s.works(s.everywhere)
-  assert time.monotonic() - began >= 0.4
-
-
-@scenario
 def a_hanging_slice_is_killed(s):
   s.control("hang", 1)
   result = s.add(s.put(s.everywhere))
@@ -202,25 +170,6 @@ def a_hanging_slice_is_killed(s):
   fails(result.block_until_ready)
   s.control("revive", 1)
   s.works(s.everywhere)  # the new life does not hang
-
-
-@scenario
-def a_slow_slice(s):
-  x, y = s.put(s.dying), s.put(s.living)
-  s.add(x).block_until_ready(), s.add(y).block_until_ready()
-  s.control("slow", 1, 0.1)
-  began = time.monotonic()
-  for _ in range(5):
-    x = s.add(x)
-  dispatched = time.monotonic() - began
-  x.block_until_ready()
-  assert time.monotonic() - began >= 0.5 > dispatched
-  began = time.monotonic()
-  y = s.add(y)
-  y.block_until_ready()
-  assert time.monotonic() - began < 5
-  s.control("slow", 1, 0)
-  np.testing.assert_array_equal(x, s.value + 5)
 
 
 @scenario

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import signal
@@ -146,8 +145,6 @@ def test_an_array_that_is_not_served_is_answered_by_name(ask, messages, fields, 
 @pytest.mark.parametrize(
   "name, fields, text",
   [
-    ("check_future_request", {"future_handle": 5}, "Unknown future handle: 5"),
-    ("check_value_ready_request", {"value_handles": [6]}, "Unknown array handle: 6"),
     ("destruct_array_request", {"array_handle": [1, 2]}, "Unknown array handle(s): 1,2"),
     ("loaded_executable_execute_request", {"loaded_executable_handle": 3}, "Unknown loaded executable handle: 3"),
     ("loaded_executable_fetch_execute_result_request", {"result_status_handle": 4}, "Unknown result status handle: 4"),
@@ -156,10 +153,6 @@ def test_an_array_that_is_not_served_is_answered_by_name(ask, messages, fields, 
 def test_an_unknown_handle_is_not_found(ask, name, fields, text):
   status = ask(name, **fields).response_metadata.status
   assert (status.code, status.message) == (5, text)
-
-
-def test_a_request_of_an_unknown_type_is_answered(ask, messages, channel):
-  assert ask(None).response_metadata.status.code == 12
 
 
 def test_bytes_that_are_no_request_end_only_their_session(server, channel, messages):
@@ -207,11 +200,6 @@ def error_of(ask, handle):
   return status.code, status.message
 
 
-def test_error_arrays(ask, messages):
-  make_error_array(ask, messages, 21, "made on purpose")
-  assert error_of(ask, 21) == (10, "made on purpose")
-
-
 def test_two_clients_have_handles_of_their_own(server, open_session, messages):
   first, second = open_session(), open_session()
   numbers = [ask("init_request").init_response.session_id for ask in (first, second)]
@@ -231,15 +219,11 @@ def test_two_clients_have_handles_of_their_own(server, open_session, messages):
   "words, text",
   [
     (["explode"], "'explode' is no command"),
-    (["_do_kill"], "is no command"),
-    (["kill"], "kill SLICE"),
     (["kill", "2"], "'2' is no slice. The slices are 0 to 1."),
     (["kill", "0", "BAD"], "'BAD' is no error code"),
     (["hang", "0", "-1"], "'-1' is no time"),
     (["at", "soon", "drop"], "DISPATCH must be a whole number"),
-    (["at", "3", "explode"], "is no command"),
     (["random", "1", "0"], "MEAN at least 1"),
-    ([], "is no command"),
   ],
 )
 def test_a_wrong_command_is_explained(server, words, text):
@@ -278,69 +262,11 @@ def test_lines_that_are_no_commands_do_not_end_the_server(server):
     assert [b'"error"' in answers.readline() for _ in range(5)] == [True] * 4 + [False]
 
 
-def test_bytes_that_are_no_grpc_end_only_their_connection(server):
-  host, _, port = server.address.removeprefix("grpc://").rpartition(":")
-  for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 64):
-    with socket.create_connection((host, int(port)), 10) as sock:
-      sock.sendall(garbage)
-      sock.settimeout(0.5)
-      with contextlib.suppress(OSError):
-        while sock.recv(4096):  # until the server closes it, or has no more to say
-          pass
-  assert len(server.control("status")["slices"]) == 2
-
-
-def test_commands_that_change_nothing_are_no_errors(server):
-  """Revive a slice that lives, release one that does not hang, kill a dead one, lose all of them."""
-
-  def wrong():
-    entries = server.control("status")["slices"]
-    return [(entry["down"] is not None, entry["hung"]) for entry in entries]
-
-  for words in (["revive", 0], ["release", 1], ["slow", 0, 0], ["reset"]):
-    assert server.control(*words) == {}
-  assert wrong() == [(False, False)] * 2
-  server.control("hang", 0)
-  server.control("hang", 0)
-  server.control("kill", 0)  # the loss ends the hang
-  server.control("kill", 0, "ABORTED", "twice")
-  server.control("kill", 1)
-  assert wrong() == [(True, False)] * 2
-  assert server.control("status")["slices"][0]["down"] == "ABORTED: twice"
-  server.control("release", 0)
-  server.control("release", 0)
-  server.control("reset")
-  assert wrong() == [(False, False)] * 2
-
-
-def test_a_full_disk_is_an_error_and_leaves_no_socket_behind():
-  with socket.socket() as sock:
-    sock.bind(("127.0.0.1", 0))
-    port = sock.getsockname()[1]
-  command = [sys.executable, "-m", "pathways_standin", "--slices", "1", "--port", str(port)]
-  with open("/dev/full", "w") as full:
-    done = subprocess.run(
-      command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=os.environ | {"PYTHONPATH": "src"}
-    )
-  assert done.returncode == 1 and "Traceback" not in done.stderr
-  assert "error: cannot print the address of the server: [Errno 28]" in done.stderr
-  assert not Path(process.control_path(f"127.0.0.1:{port}")).exists()
-
-
-def test_no_writable_folder_for_the_control_socket_is_explained(tmp_path, monkeypatch):
-  (tmp_path / "file").touch()
-  monkeypatch.setattr(process.tempfile, "gettempdir", lambda: str(tmp_path / "file"))
-  with pytest.raises(process.StandinError, match=r"no folder for the control socket: .*Set TMPDIR"):
-    process.control_path("127.0.0.1:1")
-
-
 @pytest.mark.parametrize(
   "arguments, text",
   [
     (["--slices", "0"], "--slices 0 must be at least 1"),
     (["--devices-per-slice", "-3"], "--devices-per-slice -3 must be at least 1"),
-    (["--slices", "100", "--devices-per-slice", "100"], "10000 devices are too many"),
-    (["--port", "70000"], "--port 70000 is no port"),
   ],
 )
 def test_wrong_arguments_end_with_2(arguments, text, capsys):

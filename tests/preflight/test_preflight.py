@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import pathlib
 import re
 import types
@@ -24,7 +23,6 @@ from stepcost.prices import Basis
 from trainer import config
 from trainer.config.counts import parameter_count
 from trainer.config.schema import RematPolicy
-from trainer.parallel import memory
 from trainer.preflight import analysis, remat_choice
 from trainer.tools.preflight import main
 
@@ -57,16 +55,6 @@ def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot)
   assert ("no slice holds the whole state" in text) != snapshot
 
 
-def test_slices_as_processes_get_a_policy_for_the_program_of_one_slice(no_compiler, monkeypatch):
-  no_compiler[1] = analysis.Refused(1, "too much", too_large=True)
-  found = []
-  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
-  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(list(map(len, sets))) or choice, []))
-  keys = "num_slices=2 cluster=multiprocess attention=dot_product remat_policy=auto jax_cache_dir="
-  assert main([*TINY, *keys.split(), "elastic_enabled=true", "elastic_min_slice_count=1"]) == 1
-  assert found == [[1]]
-
-
 def test_keys_of_processes_get_their_table_unless_one_program_computes_all_slices(no_compiler, capsys):
   no_compiler[1] = analysis.Refused(1, "too much", too_large=True)
   keys = [*TINY, "num_slices=4", "attention=dot_product", "gradient_accumulation_steps=4", "shares_per_slice=4"]
@@ -87,21 +75,6 @@ def test_a_compiler_error_has_its_own_exit_code(no_compiler, capsys):
   assert said.err == "error: the compiler refused the step on 1 slice: INTERNAL: Mosaic failed to compile TPU kernel\n"
 
 
-@pytest.mark.parametrize(
-  "written, limit", [("1048576\n", 1 << 20), ("max\n", None), (f"{1 << 63}\n", None), ("", None)]
-)
-def test_the_limit_of_a_container_is_the_memory_of_this_machine(monkeypatch, tmp_path, written, limit):
-  physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-  file = tmp_path / "memory.max"
-  file.write_text(written)
-  monkeypatch.setattr(memory, "CONTAINER_LIMITS", (tmp_path / "absent", file))
-  assert memory.of_host() == (limit or physical)
-
-
-class MosaicError(Exception):
-  """Like the error class of the kernel compiler, which is not a JaxRuntimeError."""
-
-
 def refusing(error, stage="compile"):
   """A program that the compiler refuses."""
 
@@ -120,20 +93,6 @@ def refusing(error, stage="compile"):
   return Refusing()
 
 
-@pytest.mark.parametrize(
-  "stage, error, too_large, expected",
-  [
-    ("lower", NotImplementedError("Unsupported dot precision: HIGH"), False, "Unsupported dot precision: HIGH"),
-    ("compile", MosaicError("INTERNAL: Bad lhs type\nstack"), False, "INTERNAL: Bad lhs type"),
-    ("compile", MosaicError("RESOURCE_EXHAUSTED: all of it\nstack"), True, "RESOURCE_EXHAUSTED: all of it"),
-    ("compile", jax.errors.JaxRuntimeError("INTERNAL: no\nstack"), False, "INTERNAL: no"),
-  ],
-)
-def test_a_refusal_keeps_the_first_line(monkeypatch, stage, error, too_large, expected):
-  monkeypatch.setattr(analysis.program, "build", lambda *_: refusing(error, stage))
-  assert analysis.analyse(None, [[]], 1) == analysis.Refused(1, expected, too_large)
-
-
 def test_too_little_on_chip_memory_is_not_reported_as_too_little_hbm(monkeypatch):
   text = (
     "RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out of memory in memory space vmem while allocating "
@@ -150,46 +109,9 @@ def test_too_little_on_chip_memory_is_not_reported_as_too_little_hbm(monkeypatch
   assert str(caught.value) == f"{flag}: {problem}.\nRaise xla_tpu_scoped_vmem_limit_kib, or remove it."
 
 
-def test_a_file_that_cannot_be_written_is_refused(capsys):
-  assert main([*TINY, "preflight.hlo_file=no/such/folder/file.hlo"]) == 2
-  assert "preflight_hlo_file=no/such/folder/file.hlo: cannot be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("before", [None, "the step of an earlier command"])
-def test_a_refused_command_leaves_the_file_as_it_was(tmp_path, capsys, before):
-  file = tmp_path / "step.hlo"
-  if before is not None:
-    file.write_text(before)
-  assert main([*TINY, f"preflight.hlo_file={file}", "compile_topology=v5e-3"]) == 2
-  assert "compile_topology=v5e-3" in capsys.readouterr().err
-  assert (file.read_text() if file.exists() else None) == before
-
-
 def test_flags_that_the_compiler_refuses_are_wrong_input(capsys):
   assert main([*TINY, "compile_xla_flags=--xla_no_such_flag=1"]) == 2
   assert "error: compile_xla_flags=--xla_no_such_flag=1: the compiler of cpu refuses" in capsys.readouterr().err
-
-
-def test_unreadable_compiler_output_is_not_reported_as_wrong_input(monkeypatch):
-  class Compiled:
-    compiler_options = types.MappingProxyType({})
-    plan = types.SimpleNamespace(rows=np.zeros((1, 1)))
-    lower = compile = memory_analysis = lambda self, **_: self
-
-    def as_text(self):
-      return "a notation of tomorrow"
-
-  monkeypatch.setattr(analysis.program, "build", lambda *_: Compiled())
-  with pytest.raises(RuntimeError, match="cannot read the output of this version of the compiler") as caught:
-    analysis.analyse(config.load(TINY), [[]], 1)
-  assert "no ENTRY computation" in str(caught.value.__cause__)
-
-
-@needs.libtpu
-def test_the_topology_has_its_own_number_of_slices(no_compiler, capsys):
-  no_compiler[2] = no_compiler[1] = analysis.Refused(2, "too much", too_large=True)
-  assert main([*TINY, *TPU, "num_slices=3"]) == 1
-  assert "Using compile_topology_num_slices=2, not num_slices=3" in capsys.readouterr().out
 
 
 class Command(NamedTuple):
@@ -263,31 +185,6 @@ def test_the_policy_with_the_shortest_estimated_step_is_analysed_and_kept(chosen
   assert f"Step time on v5e: {rows[best]} ms" in output
   (entry,) = pathlib.Path(chosen_policy.config.run.jax_cache_dir).iterdir()
   assert json.loads(entry.read_text())[0] == best
-
-
-@pytest.mark.parametrize("refusal", ["RESOURCE_EXHAUSTED: all of it", "INTERNAL: no"])
-@pytest.mark.parametrize("total, quickly, quick", [(2, True, True), (2, False, False), (1, True, False)])
-def test_a_step_that_fails_with_little_optimization_is_compiled_with_full_optimization(
-  monkeypatch, refusal, total, quickly, quick
-):
-  """And the step on all slices is always compiled with full optimization."""
-  tried = []
-
-  def compile(compiler_options):
-    tried.append(compiler_options)
-    quick = analysis.LITTLE_OPTIMIZATION.items() <= compiler_options.items()
-    raise jax.errors.JaxRuntimeError(refusal if quick else "INTERNAL: fully optimized")
-
-  program = types.SimpleNamespace(
-    compiler_options={"a": "b"},
-    plan=types.SimpleNamespace(rows=np.zeros((1, 1))),
-    lower=lambda: types.SimpleNamespace(compile=compile),
-  )
-  monkeypatch.setattr(analysis.program, "build", lambda *_: program)
-  tpu = types.SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")
-  found = analysis.analyse(config.load(TINY), [[tpu]], total, quickly=quickly)
-  assert found == analysis.Refused(1, "INTERNAL: fully optimized")
-  assert tried == [{"a": "b", **analysis.LITTLE_OPTIMIZATION}] * quick + [{"a": "b"}]
 
 
 @needs.libtpu
@@ -381,36 +278,6 @@ def test_for_gpus_that_this_machine_does_not_have():
   assert "Missing in these times" not in found.stdout
 
 
-def test_without_the_gpu_compiler_the_error_says_what_to_install(monkeypatch, capsys):
-  def missing(**_):
-    raise NotImplementedError("topology not implemented for cuda")
-
-  monkeypatch.setattr("jax.experimental.topologies.get_topology_desc", missing)
-  assert main([*TINY, "compile_topology=h100-8"]) == 2
-  assert "setup.sh --gpu" in capsys.readouterr().err
-
-
-def test_an_unknown_topology_is_refused(capsys):
-  assert main([*TINY, "compile_topology=v5e-17"]) == 2
-  error = capsys.readouterr().err
-  assert "v5e-17" in error and "16" in error
-
-
-@pytest.mark.parametrize(
-  "message, expected",
-  [
-    (
-      "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
-      "temporaries (57.81G) exceeds available HBM (15.75G). HLO module: jit_train_step.\nAllocations:",
-      "total memory required for HLO temporaries (57.81G) exceeds available HBM (15.75G)",
-    ),
-    ("RESOURCE_EXHAUSTED: something new\nAllocations:", "RESOURCE_EXHAUSTED: something new"),
-  ],
-)
-def test_the_out_of_memory_message_of_the_compiler_is_shortened(message, expected):
-  assert analysis.out_of_memory(message) == expected
-
-
 @needs.libtpu
 def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler():
   from stepcost import topologies
@@ -420,8 +287,3 @@ def test_a_step_that_does_not_fit_is_reported_with_the_numbers_of_the_compiler()
   found = analysis.analyse(cfg, topologies.devices(topologies.resolve("v5e-1"), 1), 1)
   assert isinstance(found, analysis.Refused) and found.too_large
   assert re.fullmatch(r"total memory required for .* exceeds available HBM \(15.75G\)", found.reason)
-
-
-def test_more_slices_than_the_compiler_supports_are_refused():
-  done = command("compile_topology=v5e-4", "compile_topology_num_slices=512")
-  assert done.returncode == 2 and "at most 511" in done.stderr

@@ -98,14 +98,6 @@ def test_the_choice_also_fits_with_one_slice_lost(compiler):
   assert not remat_choice.needs_fewer(load("elastic_min_slice_count=1", "elastic_enabled=false"), 3)
 
 
-def test_full_where_nothing_fits(compiler):
-  compiler.gigabytes = dict.fromkeys((*CANDIDATES, *WITH_INPUTS_ON_HOST), 25)
-  choice, _ = remat_choice.choose(load(), [TPU])
-  assert choice.policy is RematPolicy.FULL
-  assert choice.reason == "which needs the least memory; no policy fits (Used 20G of 15.75G hbm)"
-  assert [policy for policy, _ in compiler.tried] == [RematPolicy.FULL, WITH_INPUTS_ON_HOST[0]]
-
-
 def test_inputs_of_layers_go_to_the_host_where_full_does_not_fit(compiler):
   compiler.gigabytes = {RematPolicy.FULL: 25} | dict(zip(WITH_INPUTS_ON_HOST, (9, 12, 15, 25)))
   compiler.milliseconds = dict(zip(WITH_INPUTS_ON_HOST, (30, 20, 25)))
@@ -120,32 +112,6 @@ def test_inputs_of_layers_go_to_the_host_where_full_does_not_fit(compiler):
   # A run writes its configuration as the keys of a file; the choice is the same after reading it.
   written = load("remat_policy=custom", f"custom_remat={model.custom_remat}")
   assert written.model == model
-
-
-def test_a_run_keeps_its_choice_to_put_inputs_on_the_host(cluster, chooses, tmp_path):
-  custom = WITH_INPUTS_ON_HOST[1]
-  keys = f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache"
-  chooses[:] = [RematPolicy.CUSTOM]
-  chooses.custom = custom
-  resolved, _ = remat_choice.resolve(load(*keys), cluster, print)
-  assert (resolved.model.remat_policy, resolved.model.custom_remat) == (RematPolicy.CUSTOM, custom)
-  cached, line = remat_choice.resolve(load(*keys), cluster, print)
-  assert cached == resolved and "cached in" in line
-  (tmp_path / "run").mkdir()
-  (tmp_path / "run" / "config.yml").write_text(f"remat_policy: custom\ncustom_remat: {custom}\n")
-  kept, line = remat_choice.resolve(load(*keys, "per_device_batch_size=8"), cluster, print)
-  assert kept.model == resolved.model and "as at an earlier start" in line
-
-
-def test_an_unknown_accelerator_is_refused():
-  device = types.SimpleNamespace(platform="tpu", device_kind="TPU v99")
-  with pytest.raises(ConfigError, match="TPU v99 is not in the table of chips"):
-    remat_choice.choose(load(), [[[device]]])
-
-
-def test_auto_never_reaches_the_model():
-  with pytest.raises(AssertionError, match="a policy must be chosen"):
-    remat.checkpoint_policy(load().model)
 
 
 @pytest.fixture
@@ -189,39 +155,6 @@ def test_the_cache_has_a_choice_for_the_same_step_only(cluster, chooses, tmp_pat
   entry.write_text("damaged")
   assert resolve(load(cached), cluster)[0] is RematPolicy.NONE
   assert resolve(load(cached), cluster)[0] is RematPolicy.NONE and not chooses
-
-
-def test_a_cache_that_cannot_be_read_or_written_stops_no_run(cluster, chooses, tmp_path):
-  config = load(f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache")
-  chooses[:] = [RematPolicy.NONE, RematPolicy.FULL]
-  assert resolve(config, cluster)[0] is RematPolicy.NONE
-  (entry,) = (tmp_path / "cache").iterdir()
-  entry.unlink()
-  entry.mkdir()
-  assert resolve(config, cluster)[0] is RematPolicy.FULL
-
-
-def test_a_cached_choice_is_of_one_form_of_the_step(cluster, chooses, tmp_path):
-  """The program of one of eight shares of a slice has one micro-batch, so another policy may fit."""
-  config = load("gradient_accumulation_steps=8", f"base_output_directory={tmp_path}", f"jax_cache_dir={tmp_path}/cache")
-  elastic = config.elastic.model_copy(update={"shares_per_slice": 8})
-  chooses[:] = [RematPolicy.NONE, RematPolicy.FULL]
-  assert resolve(config.model_copy(update={"elastic": elastic}), cluster)[0] is RematPolicy.NONE
-  assert resolve(config, cluster)[0] is RematPolicy.FULL
-
-
-def test_a_process_with_one_of_several_slices_compiles_no_program_of_fewer(monkeypatch):
-  class OneOfThree(SimulatedCluster):
-    num_slices = 3
-
-    def view(self, alive=None):
-      return super().view(self.slices)
-
-  found = []
-  choice = remat_choice.Choice(RematPolicy.FULL, "a reason")
-  monkeypatch.setattr(remat_choice, "choose", lambda _, sets: (found.append(sets) or choice, []))
-  resolve(load("elastic_min_slice_count=1"), OneOfThree({0: (jax.devices()[0],)}))
-  assert found == [[((jax.devices()[0],),)]]
 
 
 def test_all_processes_use_the_choice_of_the_primary(chooses):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import pytest
 
+from input_pipeline import storage
 from trainer.process import runtime_errors
 from trainer.process.runtime_errors import Meaning
 
@@ -69,6 +70,5 @@ def test_causes_that_form_a_circle_are_searched_once():
   second.__cause__ = loss = jax.errors.JaxRuntimeError("DATA_LOSS: gone")
   assert runtime_errors.find(first) is loss
   loss.__cause__ = first
-  assert (
-    list(runtime_errors.causes(first)) == list(runtime_errors.causes(first, explicit=True)) == [first, second, loss]
-  )
+  assert list(storage.causes(first)) == list(storage.causes(first, explicit=True)) == [first, second, loss]
+  assert storage.failure(first) is None

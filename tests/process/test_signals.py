@@ -12,8 +12,6 @@ import time
 
 import pytest
 
-from trainer.process.signals import Signals
-
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 HEADER = """
@@ -59,7 +57,7 @@ def answer(process: subprocess.Popen, *numbers: signal.Signals, pause: float = 0
 # ---- starting
 
 
-REQUESTS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP], ids=lambda n: n.name)
+REQUESTS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
 
 
 @REQUESTS
@@ -74,14 +72,6 @@ def test_while_starting_sigint_ends_the_process_at_once(running, work):
   assert answer(running(READY + work), signal.SIGINT) == (130, "Interrupted.\n")
 
 
-def test_an_exit_while_starting_is_recorded_but_not_waited_for_long(running):
-  record = "signals.on_exit = lambda code: print('recorded', code, flush=True)\n"
-  code, text = answer(running(f"{record}{READY}{STUCK}"), signal.SIGTERM)
-  assert (code, text.splitlines()[0]) == (42, "recorded 42")
-  code, _ = answer(running(f"signals.on_exit = lambda code: time.sleep(60)\n{READY}time.sleep(60)"), signal.SIGTERM)
-  assert code == 42
-
-
 # ---- running
 
 LOOP = f"""
@@ -93,23 +83,12 @@ print("asked", flush=True)
 """
 
 
-@REQUESTS
-def test_the_first_signal_is_a_request(running, number):
-  assert answer(running(f"{LOOP}\nprint(signals.request)\nsys.exit(42)"), number) == (42, f"asked\n{number.name}\n")
-
-
 def test_nohup_keeps_sighup_ignored(running):
   process = running(f"{LOOP}\nprint(signals.request)", "nohup")
   process.send_signal(signal.SIGHUP)
   time.sleep(0.5)
   assert process.poll() is None
   assert answer(process, signal.SIGTERM) == (0, "asked\nSIGTERM\n")
-
-
-def test_another_kind_of_request_is_not_the_second_of_the_same_kind(running):
-  """Slurm warns with SIGUSR1, and sends SIGTERM when the time is over. The save between them goes on."""
-  process = running(f"{LOOP}\ntime.sleep(3)\nsys.exit(42)")
-  assert answer(process, signal.SIGUSR1, signal.SIGHUP, signal.SIGTERM, pause=1.2) == (42, "asked\n")
 
 
 @pytest.mark.parametrize("after", ["time.sleep(1000)", STUCK], ids=["Python", "a call into C"])
@@ -122,12 +101,6 @@ def test_a_second_sigterm_ends_at_once_and_repetitions_of_the_first_do_not(runni
   time.sleep(1.3)
   assert process.poll() is None
   assert answer(process, signal.SIGTERM) == (143, "second SIGTERM: exiting at once\n")
-
-
-def test_a_signal_during_a_long_call_is_one_signal(running):
-  """The handler runs when the call is over, long after the thread has seen the signal."""
-  code = f"signals.running()\n{READY}\n{CALL.format(4_000_000)}\nprint(signals.noticed)\nsys.exit(42)"
-  assert answer(running(code), signal.SIGTERM) == (42, "True\n")
 
 
 def test_the_first_sigint_is_a_keyboard_interrupt_and_the_second_ends_at_once(running):
@@ -160,21 +133,6 @@ def test_while_ending_the_exit_code_stays(running):
   assert (code, text) == (7, "SIGTERM while ending: exiting at once with code 7\n")
   code, text = answer(running(f"{ENDING}{STUCK}"), signal.SIGINT)
   assert (code, text) == (7, "SIGINT while ending: exiting at once with code 7\n")
-
-
-def test_the_thread_may_see_a_signal_when_the_end_has_begun_already(monkeypatch):
-  """On a busy machine, the KeyboardInterrupt that the handler raised has ended the run before the thread runs."""
-  exits: list[int] = []
-  monkeypatch.setattr(os, "_exit", exits.append)
-  signals = Signals()
-  signals.running()
-  with pytest.raises(KeyboardInterrupt):
-    signals._handle(signal.SIGINT, None)
-  signals.ending(130)
-  signals._received("thread", signal.SIGINT)
-  assert exits == []
-  signals._received("thread", signal.SIGINT)  # another one
-  assert exits == [130]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
@@ -215,22 +173,6 @@ def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):
   """
   assert answer(running(code.replace("{forward}", "True")), signal.SIGTERM) == (0, "[15]\n")
   assert answer(running(code.replace("{forward}", "False")), signal.SIGTERM) == (0, "[]\n")
-
-
-def test_signals_can_be_given_back(running):
-  for call in ("leave_requests_to_the_system", "restore"):
-    for number in signal.SIGTERM, signal.SIGHUP:
-      assert answer(running(f"signals.{call}()\n{READY}\ntime.sleep(60)"), number)[0] == -number
-
-
-def test_signals_keep_their_handlers_without_listen():
-  from trainer.process.signals import Signals
-
-  signals, before = Signals(), signal.getsignal(signal.SIGTERM)
-  signals.reclaim(forward=True)
-  signals.leave_requests_to_the_system()
-  signals.restore()
-  assert signal.getsignal(signal.SIGTERM) is before and not signals.noticed
 
 
 # ---- the command
@@ -280,26 +222,6 @@ def ended(moment: str, number: int, *arguments: str) -> int:
 # ---- SIGUSR2
 
 
-LAUNCHER = """
-import os, signal
-from trainer.process.signals import run_launcher
-from worlds.interruptions import handled
-def main():
-  with handled(lambda number, frame: None, lambda: None):
-    pass
-  for number in (signal.SIGTERM, signal.SIGINT):
-    os.kill(os.getpid(), number)
-  return 3
-run_launcher(main)
-"""
-
-
-def test_a_signal_at_the_exit_of_a_launcher_does_not_change_its_exit_code():
-  """Its members have ended, and the exit code is known."""
-  done = subprocess.run([sys.executable, "-c", LAUNCHER], capture_output=True, text=True, timeout=60)
-  assert (done.returncode, done.stderr) == (3, "")
-
-
 def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_goes_on(running):
   work = f"def stuck():\n  {READY}  {CALL.format(2**21)}\ndef other(): time.sleep(600)\n"
   work += "threading.Thread(target=other, daemon=True).start()\n"
@@ -309,9 +231,3 @@ def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_go
   out = process.stdout.read()
   stacks, _, rest = out.partition("done")
   assert "in stuck" in stacks and "in other" in stacks and rest == "\n"
-
-
-def test_sigusr2_is_given_back_after_the_run(running):
-  """A process that outlives the run gets the system's default back: SIGUSR2 ends it."""
-  process = running("signals.restore()\n" + READY + "time.sleep(60)")
-  assert answer(process, signal.SIGUSR2)[0] == -signal.SIGUSR2

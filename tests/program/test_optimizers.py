@@ -8,10 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from trainer.config.schema import ModelSection, OptimizerSection
-from trainer.kernels.attention_xla import dot_product
-from trainer.models.decoder import DecoderFunctions
-from trainer.models.layers import Kernels
+from trainer.config.schema import OptimizerSection
 from trainer.program import optimizers
 
 AXES = {
@@ -49,13 +46,6 @@ def rates(steps: int, at, **keys) -> list[float]:
   return [float(schedule.at(step)) for step in at]
 
 
-def test_cosine_equals_optax_after_a_linear_warm_up():
-  got = rates(100, range(100), learning_rate=2.0, warmup_steps_fraction=0.1, learning_rate_final_fraction=0.25)
-  cosine = optax.cosine_decay_schedule(2.0, 90, alpha=0.25)
-  want = [2.0 * (step + 1) / 10 for step in range(10)] + [float(cosine(step)) for step in range(90)]
-  np.testing.assert_allclose(got, want, rtol=1e-6)
-
-
 @pytest.mark.parametrize(
   ("keys", "saved", "step", "length"),
   [
@@ -82,12 +72,6 @@ def test_a_schedule_that_raises_the_learning_rate_at_a_resume_is_named(keys, sav
     assert f"rises from {before:.3g} to {after:.3g} at step {step + 1}" in text
     assert f"Set learning_rate_schedule_steps={length} " in text
     assert optimizers.rise(OptimizerSection(**kept), 200, saved, step) == ""
-
-
-def test_warm_up_stable_decay():
-  keys = {"learning_rate": 1.0, "lr_schedule_type": "wsd", "warmup_steps_fraction": 0.1}
-  keys |= {"wsd_decay_steps_fraction": 0.2, "learning_rate_final_fraction": 0.0}
-  assert rates(100, [0, 9, 10, 50, 80, 90, 100], **keys) == pytest.approx([0.1, 1.0, 1.0, 1.0, 1.0, 0.5, 0.0])
 
 
 KINDS = ["constant", "cosine", "wsd"]
@@ -134,13 +118,6 @@ def constants(cfg: OptimizerSection, total: int):
   return rate
 
 
-def test_constant_rate_and_steps_after_the_schedule():
-  assert rates(10, [0, 1, 99], learning_rate=0.5, lr_schedule_type="constant", warmup_steps_fraction=0.0) == [0.5] * 3
-  # Steps after learning_rate_schedule_steps keep the final value.
-  keys = {"learning_rate": 1.0, "learning_rate_schedule_steps": 10, "learning_rate_final_fraction": 0.1}
-  assert rates(1000, [10, 500], **keys) == pytest.approx([0.1, 0.1])
-
-
 def test_adamw_equals_optax():
   params, grads, updates = one_update(opt_type="adamw", adam_weight_decay=0.1)
   decays = {"embedding": False, "layers": {"query": True, "out": True, "norm": {"scale": False}}, "lm_head": True}
@@ -148,18 +125,6 @@ def test_adamw_equals_optax():
   with jax.numpy_dtype_promotion("standard"):  # optax has float ** int32
     want, _ = oracle.update(grads, oracle.init(params), params)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), updates, want)
-
-
-@pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])
-def test_matrices_decay_and_tables_and_norms_do_not(opt_type):
-  with_decay = one_update(opt_type=opt_type, adam_weight_decay=0.5)
-  without = one_update(opt_type=opt_type, adam_weight_decay=0.0)
-  params = with_decay[0]
-  moved = jax.tree.map(lambda a, b: np.asarray(a - b), with_decay[2], without[2])
-  np.testing.assert_allclose(moved["layers"]["query"], -0.5 * params["layers"]["query"], atol=1e-5)
-  np.testing.assert_allclose(moved["layers"]["out"], -0.5 * params["layers"]["out"], atol=1e-5)
-  np.testing.assert_allclose(moved["lm_head"], -0.5 * params["lm_head"], atol=1e-5)
-  assert not moved["embedding"].any() and not moved["layers"]["norm"]["scale"].any()
 
 
 def test_muon_orthogonalizes_each_layer_and_adam_updates_the_rest():
@@ -187,19 +152,6 @@ def test_muon_orthogonalizes_each_expert_and_the_router_as_one_matrix():
   for matrix in [*updates["router"], *updates["up"].reshape(8, 8, 6)]:
     singular = np.linalg.svd(np.asarray(matrix), compute_uv=False)
     assert singular.max() / singular.min() < 3
-
-
-def test_the_first_moment_in_bfloat16():
-  optimizer = optimizers.build(OptimizerSection(mu_dtype="bfloat16"), AXES)
-  moments = [leaf.dtype for leaf in jax.tree.leaves(optimizer.init(tree(0))) if leaf.ndim]
-  assert moments.count(jnp.bfloat16) == moments.count(jnp.float32) == 5
-
-
-def test_the_decoder_has_the_axes_of_this_test():
-  for tied in (False, True):
-    sizes = {"base_num_decoder_layers": 1, "base_emb_dim": 16, "vocab_size": 32, "logits_via_embedding": tied}
-    axes = DecoderFunctions(ModelSection(**sizes), Kernels(dot_product)).logical_axes()
-    assert axes["embedding"] == AXES["embedding"] and axes.get("lm_head") == (None if tied else AXES["lm_head"])
 
 
 @pytest.mark.parametrize("opt_type", ["adamw", "adafactor", "muon", "sgd"])

@@ -70,24 +70,6 @@ def test_a_share_of_an_example_is_refused_with_the_shares_that_work(share, devic
     program.rows_per_micro_batch(config(share), devices)
 
 
-def test_a_length_that_does_not_divide_over_context_is_refused():
-  cfg = config(ici_context_parallelism=2)
-  odd = cfg.model_copy(update={"data": cfg.data.model_copy(update={"max_target_length": T + 1})})
-  assert build(cfg, 1, 1).mesh.shape["context"] == 2
-  with pytest.raises(
-    ValueError, match=r"max_target_length=17 .* 2 ways of the mesh axis 'context'\. Choose a multiple"
-  ):
-    build(odd, 1, 1)
-
-
-def test_building_a_program_allocates_no_array():
-  before = {id(array) for array in jax.live_arrays()}
-  prog = build(config(), 2, 2)
-  assert {id(array) for array in jax.live_arrays()} <= before
-  for leaf in jax.tree.leaves((prog.state, prog.batch)):
-    assert isinstance(leaf, jax.ShapeDtypeStruct) and leaf.sharding.mesh == prog.mesh
-
-
 TPU, SPARSECORE = program.TPU_OPTIONS, program.SPARSECORE_OPTIONS
 
 
@@ -118,16 +100,6 @@ def test_tpus_get_compiler_options_and_given_flags_replace_them(platform, kind, 
   assert program.compiler_options(device, model, {}) == options
   given = dict.fromkeys(options, "other") | {"xla_other": True}
   assert program.compiler_options(device, model, given) == given
-
-
-def test_8_bit_matmuls_of_gpus_come_from_cublas():
-  gpu, quantized = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200"), ModelSection(quantization="int8")
-  options = program.compiler_options(gpu, quantized, {})
-  assert options == program.QUANTIZED_GPU_OPTIONS
-  # The option exists with this type: on a CPU, XLA reads the options of all platforms.
-  jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options=options)
-  with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-    jax.jit(lambda x: x + 1).lower(1.0).compile(compiler_options={"xla_gpu_enable_triton_gem": False})
 
 
 def test_halves_are_compiled_for_the_same_bits_on_all_slices(monkeypatch):
@@ -180,22 +152,6 @@ def test_the_checksum_of_weights_sees_each_bit_and_no_sharding():
     assert int(state.checksum(weights | {name: damaged})) != expected
 
 
-def test_given_flags_reach_the_compiler_of_the_step():
-  cfg = config()
-  with_flags = cfg.with_values(compile_xla_flags="--xla_backend_optimization_level=0 xla_cpu_enable_fast_math=false")
-  expected = {"xla_backend_optimization_level": "0", "xla_cpu_enable_fast_math": False}
-  assert build(with_flags, 1, 1).compiler_options == expected
-  program.check_compiler_flags(with_flags, [jax.devices()[:2]])
-  with pytest.raises(jax.errors.JaxRuntimeError, match="xla_no_such_flag"):
-    build(cfg.with_values(compile_xla_flags="--xla_no_such_flag=1"), 1, 1).compile()
-
-
-@pytest.mark.parametrize("flag", ["xla_no_such_flag=1", "xla_backend_optimization_level=high"])
-def test_flags_that_the_compiler_refuses(flag):
-  with pytest.raises(ConfigError, match=rf"compile_xla_flags=--{flag}: the compiler of cpu refuses: .*\nRemove"):
-    program.check_compiler_flags(config().with_values(compile_xla_flags=f"--{flag}"), [jax.devices()[:1]])
-
-
 @pytest.mark.parametrize(
   "message, error",
   [
@@ -245,10 +201,3 @@ def test_the_feed_deals_every_row_of_the_global_batch_to_the_slices_alive(alive,
   planned = prog.plan.rows.ravel()
   np.testing.assert_array_equal(numbers, np.where(planned >= 0, 5000 + planned, 0))
   assert loader.read == [(5, planned.tolist())]
-
-
-def test_the_precision_of_matmuls_is_that_of_jax():
-  assert program.matmul_precision() == "default"
-  for given, name in (("float32", "highest"), ("tensorfloat32", "high"), ("BF16_BF16_F32", "BF16_BF16_F32")):
-    with jax.default_matmul_precision(given):
-      assert program.matmul_precision() == name

@@ -143,10 +143,3 @@ def test_no_weight_is_kept_for_the_derivative():
   _, rows, length = prog.batch[0].tokens.shape
   assert kept[0] == (LAYERS, rows, length, 32)  # the streams before the layers
   assert all(math.prod(shape) <= LAYERS * rows * length for shape in kept[1:]), kept
-
-
-def test_the_number_of_stages_divides_the_layers():
-  of = lambda stages: len(build(stages=stages)[0].share.firsts)
-  assert [of(2), of(3), of(4)] == [2, 4, 4]
-  assert isinstance(build()[0].share, OneProgram)  # on CPUs
-  assert [program.least_stages(layers, "gpu") for layers in (3, 32)] == [3, 4]

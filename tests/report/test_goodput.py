@@ -7,11 +7,9 @@ import random
 import numpy as np
 import pytest
 from tests.support import fake_run
-from tests.support.command import without_times
 
-from trainer.config.errors import ConfigError
-from trainer.observe import events, log, metrics
-from trainer.report import goodput, history, incidents, list_page, page
+from trainer.observe import events, metrics
+from trainer.report import goodput, history, list_page, page
 
 
 class Life:
@@ -71,15 +69,6 @@ def test_each_kind_of_time_has_its_bucket(tmp_path):
   }
 
 
-def test_a_compile_or_save_inside_a_step_is_taken_out_of_it(tmp_path):
-  life = Life(tmp_path, wall=0.0)
-  life.after(0, "run_start")
-  life.after(4, "compile", seconds=3, what="train_step")
-  life.now -= 4
-  life.step(0, seconds=5)
-  assert seconds(tmp_path) == {"compile": 3.0, "steps": 2.0}
-
-
 def test_the_wait_of_a_rehearsed_fault_is_no_work(tmp_path):
   """163 s of a demo counted as steps."""
   life = Life(tmp_path, wall=0.0)
@@ -88,30 +77,6 @@ def test_the_wait_of_a_rehearsed_fault_is_no_work(tmp_path):
   life.now += 1 - 6
   life.step(2, seconds=6)
   assert seconds(tmp_path) == {"steps": 2.0, "rehearsal": 5.0}
-
-
-def test_a_checkpoint_costs_its_block_and_the_wait_at_the_end(tmp_path):
-  life = Life(tmp_path, wall=0.0)
-  life.step(1, seconds=2)
-  life.now += 0.5  # the loop stands still for the copy, the commit follows in the background
-  for step in (2, 3):
-    life.step(step, seconds=2)
-  life.after(0, "checkpoint_saved", blocking_seconds=0.5, seconds=4.5, step=1, tier="persistent")
-  life.now += 0.5
-  life.after(3, "checkpoint_saved", blocking_seconds=0.5, seconds=3.5, step=3, tier="persistent")
-  life.after(0.25, "run_end", exit=0)
-  assert seconds(tmp_path) == {"steps": 6.0, "checkpoint": 4.0, "other": 0.25}
-
-
-def test_a_second_start_cannot_have_begun_before_the_first_ended(tmp_path):
-  life = Life(tmp_path, wall=0.0)
-  life.step(1)
-  life.now += 1  # nothing is known of this second
-  life.step(2)
-  life.after(0, "attempt_end", step=2, outcome="slice_up")
-  life.after(1, "init_done", seconds=4, step=2)
-  life.step(3)
-  assert seconds(tmp_path) == {"steps": 3.0, "other": 1.0, "init": 1.0}
 
 
 def test_an_elastic_rewind(tmp_path):
@@ -167,41 +132,12 @@ def test_a_restart_of_the_process(tmp_path):
   assert compute(tmp_path)["processes"] == 2
 
 
-@pytest.mark.parametrize("pause", [86400.0, 3.0, -20.0])  # -20 s: the wall clock was set back
-def test_the_time_after_a_complete_run_does_not_count(tmp_path, pause):
-  wall, done = 1000.0, 0
-  for until in (10, 10, 15, 12):  # complete; started again; extended; started with fewer steps
-    life = Life(tmp_path, wall)
-    life.after(2, "run_start", seconds=2)
-    for step in range(done + 1, until + 1):
-      life.step(step)
-    done = max(done, until)
-    life.after(0, "run_end", exit=0)
-    wall += life.now - 100 + pause
-  assert seconds(tmp_path) == {"steps": 15.0, "init": 8.0}
-  if pause > 0:  # the picture has the same clock
-    result, rows = compute(tmp_path), history.load(str(tmp_path)).rows
-    assert f"without {metrics.format_duration(3 * pause)} after it was complete" in goodput.format_line(result)
-    assert goodput.elapsed(result, rows["wall"])[[9, 10, -1]] == pytest.approx([12, 17, 21])
-    Life(tmp_path, wall).step(16)  # then killed
-    Life(tmp_path, wall + 40).step(17)
-    assert seconds(tmp_path) == {"steps": 17.0, "init": 8.0, "down": 39.0}
-
-
 def test_a_wall_clock_that_is_set_back_does_not_make_lives_overlap(tmp_path):
   first = Life(tmp_path, wall=1000.0)
   first.step(0, seconds=100)
   second = Life(tmp_path, wall=1050.0)
   second.step(1, seconds=1)
   assert seconds(tmp_path) == {"steps": 101.0}
-
-
-def test_a_wall_clock_that_jumps_inside_a_life_changes_nothing(tmp_path):
-  life = Life(tmp_path, wall=1000.0)
-  life.step(0)
-  life.wall += 3600
-  life.step(1)
-  assert seconds(tmp_path) == {"steps": 2.0}
 
 
 def test_any_history_sums_to_the_wall_time(tmp_path):
@@ -220,31 +156,6 @@ def test_any_history_sums_to_the_wall_time(tmp_path):
           life.after(rng.expovariate(1), rng.choice(kinds), seconds=took, blocking_seconds=rng.random() * took)
       wall += life.now + rng.uniform(-5, 5)
     seconds(path)
-
-
-def test_write_leaves_a_file_and_a_line(tmp_path, capsys):
-  life = Life(tmp_path, wall=0.0)
-  life.after(0, "run_start")
-  life.step(0, seconds=62)
-  life.after(20.67, "run_end", exit=0)
-  run = history.load(str(tmp_path))
-  result = goodput.compute(run)
-  goodput.write(run, result, log.get(None))
-  assert json.loads((tmp_path / "goodput.json").read_text()) == result
-  assert without_times(capsys.readouterr().out) == "goodput: 75.00% of 0:01:23 (other 25.00%), steps lost: 0\n"
-
-
-@pytest.mark.parametrize("field", ["seconds", "slices", "wall"])
-def test_a_damaged_record_of_a_step_is_passed_over(tmp_path, field):
-  """A record without its seconds ended the report with an AssertionError."""
-  fake_run.plain_run(tmp_path / "a", steps=3)
-  path = tmp_path / "a" / "metrics.jsonl"
-  first, damaged, last = map(json.loads, path.read_text().splitlines())
-  del damaged[field]
-  path.write_text("".join(json.dumps(record) + "\n" for record in (first, damaged, last)))
-  run = history.load(str(tmp_path / "a"))
-  assert run.steps["step"].tolist() == [1, 3] and run.total_slices == 3
-  assert sum(goodput.compute(run)["percent"].values()) == pytest.approx(100)
 
 
 def test_no_wrong_value_in_a_record_ends_the_report(tmp_path):
@@ -274,12 +185,7 @@ def test_no_wrong_value_in_a_record_ends_the_report(tmp_path):
   ("file", "field", "wrong"),
   [
     ("metrics.jsonl", "seconds", 1e13),
-    ("metrics.jsonl", "data_wait", -1e13),
-    ("metrics.jsonl", "wall", 1e300),
-    ("metrics.jsonl", "loss", 10**400),
     ("events.jsonl", "wall", 1e300),
-    ("events.jsonl", "monotonic", 1e13),
-    ("events.jsonl", "blocking_seconds", 1e300),
     ("events.jsonl", "num_slices", 10**400),
   ],
 )
@@ -314,25 +220,6 @@ def test_the_clocks_of_two_hosts_make_no_duration(tmp_path, clock):
   assert seconds(tmp_path) == {"steps": 21.0, "down": 0.7}
 
 
-@pytest.mark.parametrize("ends", [{}, {"exit": None}])
-def test_a_run_end_without_its_exit_code_is_passed_over(tmp_path, ends):
-  """It ended the report of this process and of the next one with KeyError or TypeError."""
-  first = fake_run.FakeRun(tmp_path / "a", steps=2)
-  first.step(1)
-  first.after(0.5, "run_end", **ends)
-  first.close()
-  fake_run.plain_run(tmp_path / "a", steps=2, wall=1.8e9 + 100)
-  run = history.load(str(tmp_path / "a"))
-  assert [event["exit"] for event in run.of_kind("run_end")] == [0]
-  (restart,) = incidents.find(run)
-  assert "It ended without a record" in restart.why
-
-
-def test_a_directory_without_a_run_is_an_error(tmp_path):
-  with pytest.raises(ConfigError, match="is not the folder of a run"):
-    compute(tmp_path)
-
-
 def test_a_refused_process_does_not_count(tmp_path):
   """Its time is neither down time nor start-up, and its slices are not the run's."""
   life = Life(tmp_path, wall=1000.0)
@@ -346,10 +233,3 @@ def test_a_refused_process_does_not_count(tmp_path):
   refused.after(1, "run_end", exit=2)
   assert compute(tmp_path) == before
   assert before["slice_percent"] == 100.0 and before["processes"] == 1
-
-
-def test_a_refused_process_counts_if_there_is_no_other(tmp_path):
-  life = Life(tmp_path, wall=1000.0)
-  life.after(0, "run_start", num_slices=3)
-  life.after(2, "run_end", exit=2)
-  assert compute(tmp_path)["wall_seconds"] == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 from tests.support import fake_run
 
@@ -66,47 +64,6 @@ def test_sentences_name_slice_step_source_and_what_was_done_again(tmp_path):
   assert text[4].endswith("Step 33 was done again.")
 
 
-def test_the_page_shows_costs_only_with_a_price(tmp_path):
-  five_faults(tmp_path / "five")
-  run = history.load(str(tmp_path / "five"))
-  result = goodput.compute(run)
-  priced, free = (page.sections_of(run, result, {}, price) for price in (3.0, 0.0))  # without pictures
-  assert "18,432 tokens and " in priced and "x 3 for a chip and hour" in priced and "cost of the chips" in priced
-  assert "--chip-hour-price" in free and "cost of the chips" not in free
-  assert "5 events cost 3.50 s" in free  # 0.7 s each
-
-
-def test_time_that_incidents_share_is_charged_once():
-  first = incidents.Incident(10.0, "", None, "", "", seconds=4.0, chips=2.0)  # 6 to 10
-  second = incidents.Incident(12.0, "", None, "", "", seconds=5.0, chips=8.0)  # 7 to 12
-  inside = incidents.Incident(9.0, "", None, "", "", seconds=1.0, chips=4.0)  # 8 to 9
-  unknown = incidents.Incident(9.5, "", None, "", "")
-  charged = incidents.charge([inside, unknown, first, second])
-  assert [incident.own_seconds for incident in charged] == [0.0, None, 4.0, 2.0]
-  assert [incident.price(3600.0) for incident in charged] == [0.0, None, 8.0, 16.0]
-
-
-def test_the_total_is_the_sum_of_the_costs_shown_and_less_than_the_run(tmp_path):
-  """Two losses that overlap: the second one is detected while the run still recovers from the first one."""
-  run = fake_run.FakeRun(tmp_path / "two", steps=9)
-  for step in range(1, 5):
-    run.step(step)
-  for slice_id in (1, 2):
-    run.after(0.2, "slice_down", slice=[slice_id], step=4, slices=[0], detect_seconds=0.1)
-  fields = {"event": "slice_down", "step_before": 4, "step_after": 4, "slices_after": 1, "steps_lost": 0}
-  run.after(2.0, "recovery", slice=[1], seconds=2.3, **fields)
-  run.after(0.0, "recovery", slice=[2], seconds=2.1, **fields)
-  run.step(5)
-  run.end(step=5)
-  records = history.load(str(tmp_path / "two"))
-  shown = incidents.find(records)
-  assert [incident.seconds for incident in shown] == [2.3, 2.1]
-  prices = [incident.price(3600.0) for incident in shown]
-  assert sum(prices) == pytest.approx(2.3 * 2)  # one slice of two chips waited for 2.3 s
-  text = page.sections_of(records, goodput.compute(records), {}, 3600.0)
-  assert "2 events cost 2.30 s, 0 tokens and 4.60 together" in text
-
-
 @pytest.mark.parametrize(
   ("end", "why"),
   [
@@ -134,20 +91,6 @@ def test_a_restart_says_why_and_what_it_cost(tmp_path, end, why):
   assert restart[0].seconds == pytest.approx(1.8e9 + 103.2 - last, abs=1e-3)
 
 
-def test_after_a_rollback_each_restart_has_the_steps_that_it_did_again(tmp_path):
-  """Steps 1 to 10, then 11 and 12 after a stop. Then the run goes back to step 4, and fails before its first step."""
-  life = functools.partial(fake_run.FakeRun, tmp_path / "a", steps=12, slices=1)
-  for number, (begin, end, code) in enumerate([(0, 10, 42), (10, 12, 0), (4, 4, 1), (4, 7, 42)]):
-    process = life(wall=1.8e9 + 100 * number)
-    process.after(0.0, "init_done", step=begin, seconds=3.2)
-    for step in range(begin + 1, end + 1):
-      process.step(step)
-    process.end(code)
-  stopped, rolled_back = found(tmp_path / "a")
-  assert (stopped.what, stopped.tokens) == ("The process was started again.", 0)
-  assert rolled_back.what.endswith(" 8 steps done again.") and rolled_back.tokens == 8 * 6144
-
-
 def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_path):
   wall, done = 1.8e9, 0
   for until in (3, 3, 6, 4):
@@ -160,28 +103,6 @@ def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_pat
   assert found(tmp_path / "a") == []
   text = page.sections_of(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
   assert "6 (4 wanted)" in text and "6 of 4" not in text
-
-
-def test_other_events_have_a_reason(tmp_path):
-  run = fake_run.FakeRun(tmp_path / "a", steps=9)
-  run.step(1)
-  run.after(1.0, "nonfinite", step=1, loss="nan", grad_norm="inf")
-  run.after(1.0, "checkpoint_rejected", step=1, tier="persistent", reason="params/a is damaged")
-  run.after(1.0, "checkpoint_failed", tier="persistent", reason="the disk is full", newest=1, newest_seconds=3700.0)
-  run.after(1.0, "replicas_differ", step=1, slice=2, array="params/b")
-  run.after(1.0, "slice_down", step=1, slice=[0, 2], slices=[1], error="the worker died", detect_seconds=0.1)
-  run.after(1.0, "preemption", step=1, signal="SIGTERM")
-  run.close()
-  text = " ".join(f"{incident.what} {incident.why}" for incident in found(tmp_path / "a"))
-  for words in (
-    "The update of step 1 was not applied. Loss nan and gradient norm inf are not both finite.",
-    "The persistent checkpoint of step 1 was passed over. Params/a is damaged.",
-    "The disk is full. The newest checkpoint in storage was of step 1, from 1:01:40 before.",
-    "params/b of slice 2 differs from the other slices.",
-    "Slices 0, 2 were lost after step 1. The process ended before the next step. The worker died.",
-    "SIGTERM was received.",
-  ):
-    assert words in text
 
 
 def fail(run: fake_run.FakeRun, member: int, times: int) -> None:
@@ -207,19 +128,6 @@ def test_failures_of_a_member_in_a_row_are_one_incident_until_it_returns(tmp_pat
   assert failing() == [1]
 
 
-@pytest.mark.parametrize("later", ["slice_down", "slice_up", "run_start"])
-def test_a_slow_member_is_named_until_it_is_lost_or_returns_or_all_start_again(tmp_path, later):
-  run = fake_run.FakeRun(tmp_path)
-  run.step(1)
-  run.after(1.0, "member_slow", member=3, factor=1.41, since=120, shares=5, of=8)
-  run.events.emit("member_slow", member=2, factor="damaged", since=1, shares=5, of=8)
-  line = "Slice 3 computes a share in 1.41 times the median since step 120. It has 5 of 8 shares."
-  assert [(incident.step, incident.what) for incident in found(tmp_path)] == [(120, line)]
-  assert incidents.incident_summary(history.load(str(tmp_path))) == [line]
-  run.after(1.0, later, step=130, slice=[3], slices=[0, 1, 2, 3], error="killed")
-  assert incidents.incident_summary(history.load(str(tmp_path))) == []
-
-
 def test_an_alarm_of_the_witness_names_the_slice_and_the_arrays(tmp_path):
   run = fake_run.FakeRun(tmp_path)
   run.step(1)
@@ -228,10 +136,3 @@ def test_an_alarm_of_the_witness_names_the_slice_and_the_arrays(tmp_path):
   run.events.emit("witness", outcome="removed", arrays="damaged", **fields)
   (incident,) = found(tmp_path)
   assert "embedding (2). Wrong sums from slice 1 (host a, TPU_3)" in incident.what and "step 1" in incident.what
-
-
-def test_a_run_without_incidents_says_so(tmp_path):
-  fake_run.plain_run(tmp_path / "a", steps=3)
-  run = history.load(str(tmp_path / "a"))
-  assert found(tmp_path / "a") == []
-  assert "No slice was lost, and no process ended early." in page.sections_of(run, goodput.compute(run), {}, 0.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from tests.run.test_session import KEYS
 
 from trainer import app
@@ -20,6 +21,7 @@ class Stopped(Plugin):
     raise StopRequested
 
 
+@pytest.mark.slow
 def test_a_complete_run_that_must_end_is_still_complete(tmp_path):
   config = config_lib.load([*KEYS, f"base_output_directory={tmp_path}", "cluster=simulated"])
   ended = app.run(config, lambda: Extensions(plugins=(Stopped,)), Signals(), time.monotonic())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import shutil
 import threading
 import time
@@ -79,15 +78,6 @@ def test_the_configuration_is_written_when_the_first_step_can_start(tmp_path):
     assert (tmp_path / "run" / "config.yml").read_text() == "kept"
     session.finish(config, 1)
   assert kinds(tmp_path) == ["run_start", "init_done", "init_done", "run_end"]
-
-
-def test_the_first_attempt_starts_with_the_process_and_a_later_one_when_it_begins(tmp_path):
-  with opened(tmp_path, started=time.monotonic() - 1000) as (config, session):
-    for _ in range(2):
-      session.begin()
-      session.ready(config, 0)
-  first, second = [event["seconds"] for event in read_events(str(tmp_path / "run")) if event["kind"] == "init_done"]
-  assert first >= 1000 and second < 500
 
 
 @needs.workshop
@@ -170,26 +160,3 @@ def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
       session.finish(config, 1)
       assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
       assert folder.exists() == place.startswith("of another")
-
-
-def test_a_process_that_joins_a_run_does_not_make_its_folder(tmp_path):
-  folder = tmp_path / "run"
-  with lock.held(str(folder), "launch", 1, print), lock.held(str(folder), "launch", 1, print, joins=True):
-    folder.rename(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="was moved"), lock.held(str(folder), "launch", 1, print, joins=True):
-      pass
-    assert not folder.exists()
-  with lock.held(str(folder), "second", 1, print):
-    pass
-  with pytest.raises(ConfigError, match="was moved"), lock.held(str(folder), "launch", 1, print, joins=True):
-    pass
-  assert (folder / lock.FILE).read_text() == "second"
-
-
-def test_the_program_of_all_slices_is_built_once(tmp_path):
-  with opened(tmp_path) as (_, session):
-    ((slices, topology),) = session.programs.topologies.items()
-    assert slices == (0, 1) and topology.step is None
-    weights = sum(leaf.size for leaf in jax.tree.leaves(topology.program.state.params))
-    assert session.state_bytes > 3 * 4 * weights  # float32 weights and two moments
-    assert dataclasses.is_dataclass(session.data) and session.data.tokens_per_step == 2 * 2 * 2 * 16

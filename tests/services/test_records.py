@@ -87,16 +87,6 @@ def test_tensorboard_has_the_numbers_and_purges_what_a_rewind_replaces(tmp_path)
   assert purges == [0, 1]
 
 
-def test_an_evaluation_that_a_process_makes_up_purges_no_step_from_tensorboard(tmp_path):
-  first, second = (open_metrics(tmp_path, services="tensorboard") for _ in range(2))
-  first.write(record(3))
-  first.close()  # stopped before the evaluation of step 3
-  second.write_eval(metrics.Evaluation(3, 7.5))
-  second.write(record(4))
-  second.close()
-  assert sorted(tensorboard(tmp_path)[1]) == [3, 4]
-
-
 def test_flush_writes_all_records_to_disk(tmp_path):
   """A process killed during or after the save never writes these steps again, and no other one does."""
   out = open_metrics(tmp_path, services="tensorboard")

@@ -5,10 +5,7 @@ One test uses the real package, offline, where it is installed (extra wandb).
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
-import subprocess
 import sys
 import threading
 import time
@@ -20,7 +17,6 @@ from trainer.config import ConfigError
 from trainer.config import paths as config_paths
 from trainer.config.load import load
 from trainer.config.schema import ObserveSection
-from trainer.observe import events, metrics
 from trainer.services import background_writer, objects, plugin, wandb_runs
 from trainer.services.wandb_runs import WandbRun
 
@@ -77,15 +73,6 @@ def test_the_next_process_goes_on_where_the_service_is():
   steps(second, 3, 4, 5)
   second.close(0)
   assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
-
-
-def test_rows_that_are_missing_come_from_the_records_of_the_run():
-  """The service was down, or was turned on in the middle of the run."""
-  rows = [(1, {"loss": 1.0})]
-  writer = process(rows, history=[(1, False), (2, True), (3, False), (4, True), (5, False)])
-  steps(writer, 5, 6)
-  writer.close(42)
-  assert seen(rows) == [(1, None), (2, 2), (3, None), (4, 4), (5, None), (6, None)]
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
@@ -152,24 +139,6 @@ def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process
   release.set()
 
 
-def test_a_metrics_object_that_cannot_be_written_does_not_stop_the_next_ones(monkeypatch):
-  said, written = Said(), []
-
-  def put(directory, stem, text):
-    if "000002" in stem:
-      raise OSError("503")
-    written.append(text)
-
-  monkeypatch.setattr(objects, "_put_object", put)
-  (out,) = recorders_of_objects(said)
-  for step in (1, 2, 3):
-    out.write({"step": step, "loss": 1.0}, str(step))
-  out.close(None)
-  out.join()
-  assert written == ["1\n", "3\n"]
-  assert said.lines == ["cannot write a metrics object under gs://b/metrics: 503"]
-
-
 @pytest.mark.parametrize("offline", [True, False])
 def test_the_folder_of_wandb_for_a_run_on_an_object_store(monkeypatch, offline):
   """It is deleted at the end, unless its files are the only ones."""
@@ -189,18 +158,6 @@ def test_the_folder_of_wandb_for_a_run_on_an_object_store(monkeypatch, offline):
   run.finish(0)
   assert folders[0].exists() == offline
   shutil.rmtree(folders[0], ignore_errors=True)
-
-
-def test_the_records_for_a_service_that_hangs_are_bounded(monkeypatch):
-  monkeypatch.setattr(background_writer, "MOST_WAITING", 100)
-  said, release = Said(), threading.Event()
-  writer = background_writer.BackgroundWriter("records in x", release.wait, said, "training goes on", waits=False)
-  for step in range(1000):
-    writer.write(step, {}, 0.0, is_step=True)
-    writer.flush()
-  assert said.lines == ["no records in x from here on: no answer, and 100 records wait (training goes on)"]
-  assert writer._tasks.qsize() <= 101
-  release.set()
 
 
 def test_a_disk_that_hangs_delays_one_checkpoint_and_no_last_save(monkeypatch):
@@ -229,72 +186,3 @@ def test_a_missing_package_is_refused_before_anything_else(service, package, mon
 
 
 # ---- the real package
-
-PROCESS = """
-import json, os, sys
-from trainer.config.schema import ObserveSection
-from trainer.observe import events, log, metrics
-from trainer.services.plugin import recorders
-from trainer.services.wandb_runs import ServiceRun, WandbRun
-
-folder, first, last, end = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-cfg = ObserveSection(services="wandb")
-add = WandbRun.add
-
-
-def added(run, step, scalars):
-  print(json.dumps({"step": step} | scalars), flush=True)
-  add(run, step, scalars)
-
-
-WandbRun.add = added
-run = ServiceRun("a 'b' \\u00fc", "0123456789ab", {"learning_rate": 0.1})
-record, lines = events.EventLog(folder, "r"), log.get(folder)
-out = metrics.Metrics(folder, record, recorders=lambda: list(recorders(folder, cfg, record.process, lines, run)))
-for step in range(first, last + 1):
-  numbers = dict(seconds=0.1, loss=1 / step, grad_norm=float("nan"), lr=0, tokens=step, slices=1)
-  out.write(metrics.StepRecord(step=step, **numbers))
-  if step % 5 == 0:
-    out.write_eval(metrics.Evaluation(step, 2 / step, 0.1))
-    out.flush()
-if end == "kill":
-  out._writers[0]._writer._waits = True
-  out.flush()  # the service has begun
-  os.kill(os.getpid(), 9)
-out.close(42)
-"""
-
-
-def test_every_process_of_an_offline_run_writes_the_whole_run(tmp_path):
-  """Steps 1 to 7, then 6 to 12 and a kill, then 11 to 16."""
-  pytest.importorskip("wandb", reason="the extra wandb is not installed")
-  for first, last, end in ((1, 7, "close"), (6, 12, "kill"), (11, 16, "close")):
-    arguments = [str(tmp_path / "run"), str(first), str(last), end]
-    environment = os.environ | {"WANDB_MODE": "offline"}
-    result = subprocess.run(
-      [sys.executable, "-c", PROCESS, *arguments], env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == (-9 if end == "kill" else 0), result.stdout + result.stderr
-    assert "from here on" not in result.stdout
-  rows = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
-  assert [row["step"] for row in rows] == list(range(1, 17))
-  assert [row["learning/loss"] for row in rows] == [1 / step for step in range(1, 17)]
-  evaluated = [(row["evaluation/step"], row["evaluation/loss"]) for row in rows if "evaluation/step" in row]
-  assert evaluated == [(5, 2 / 5), (10, 2 / 10), (15, 2 / 15)]
-  folder = tmp_path / "run" / "wandb" / "latest-run"
-  assert (
-    len(list(folder.parent.glob("offline-run-*"))) == 3 and (folder / "run-0123456789ab.wandb").stat().st_size > 2000
-  )
-  assert f"`wandb sync {folder}` uploads the run\n" in (tmp_path / "run" / "log.txt").read_text()
-
-
-def test_the_rows_for_services_are_those_of_the_metrics(tmp_path):
-  """Written, done again, evaluated: what a later process would send is the history as it stands."""
-  out = metrics.Metrics(str(tmp_path), events.EventLog(str(tmp_path)))
-  for step, loss in ((1, 5.0), (2, 4.0), (3, 3.0), (2, 3.5)):
-    out.write(metrics.StepRecord(step=step, seconds=0.1, loss=loss, grad_norm=1, lr=0, tokens=1, slices=1))
-  out.write_eval(metrics.Evaluation(2, 3.25, 0.1, {"a": 3.25, "b": 7.0}))
-  out.close()
-  (one, first, none), (two, second, evaluation) = plugin.service_rows(str(tmp_path))
-  assert (one, two, first["learning/loss"], second["learning/loss"], none) == (1, 2, 5.0, 3.5, {})
-  assert evaluation == {"evaluation/loss": 3.25, "evaluation/loss of a": 3.25, "evaluation/loss of b": 7.0}

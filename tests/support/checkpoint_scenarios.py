@@ -177,25 +177,6 @@ def count_bytes(path: Path) -> None:
     toy_state.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
 
 
-def resume(path: Path) -> None:
-  """A world of another size resumes from files of the first world on shared disks."""
-  shared = {"local_checkpoint_directory": str(path / "shared")}
-  for lost, step, tier in [("none", 3, "emergency"), ("3.*.p[02].*", 2, "emergency"), ("2.*", 2, "persistent")]:
-    together(f"before {lost}")
-    if jax.process_index() == 0:
-      for file in emergency.folder(str(path / "shared"), str(path / "run")).glob(f"*/{lost}"):
-        file.unlink()
-    together(f"after {lost}")
-    expect(path, step, tier, **shared)
-
-
-def save_shared(path: Path) -> None:
-  t = tiers(path, local_checkpoint_directory=str(path / "shared"))
-  for step in (1, 2, 3):
-    t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
-  t.close()
-
-
 def preempted(path: Path, signals: Signals) -> None:
   """Trains until any process gets SIGTERM, then saves one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)

@@ -86,11 +86,3 @@ def test_a_bad_input_is_one_message_and_leaves_nothing(tmp_path, monkeypatch, ca
   assert code == 2 and message in printed.err, printed
   assert printed.err.count("error: ") == 1 and "Traceback" not in printed.err
   assert printed.out == "" and sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_planned_command_of_the_standin_is_checked_when_it_is_planned():
-  from pathways_standin.commands import CommandError, _seconds
-
-  for word in ("nan", "inf", "-1", "\uff11"):
-    with pytest.raises(CommandError, match="is no time"):
-      _seconds(word)

@@ -78,14 +78,6 @@ def test_a_save_under_way_is_not_called_killed(folder, capsys):
   assert writer.entered
 
 
-def test_a_run_that_has_only_parameters_has_no_last_record(folder, tmp_path, capsys):
-  (tmp_path / "checkpoints").mkdir()
-  (folder / "checkpoints" / "2").rename(tmp_path / "checkpoints" / "2")
-  head, found = rows(tmp_path, capsys)
-  (tmp_path / "checkpoints" / "2").rename(folder / "checkpoints" / "2")
-  assert "last record" not in head and found.keys() == {("2", "checkpoint")}
-
-
 def test_a_folder_that_is_no_run_is_2_with_one_line(tmp_path, capsys):
   assert checkpoints.main([str(tmp_path)]) == checkpoints.main([str(tmp_path / "none")]) == 2
   lines = capsys.readouterr().err.splitlines()

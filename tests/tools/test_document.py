@@ -32,13 +32,6 @@ def test_base_yml_means_the_same_to_a_yaml_library():
     assert (float(read) if isinstance(value, float) else read) == value, name
 
 
-def test_a_key_has_one_limit_on_each_side():
-  """A limit of the key's type and a limit of the field would both be in the message."""
-  for key in all_keys().values():
-    rules = [rule[0] for rule, _ in key.limits]
-    assert len(rules) == len(set(rules)), key.name
-
-
 def test_help_has_every_key_with_its_default():
   text = help_text()
   for key in all_keys().values():

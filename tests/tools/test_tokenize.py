@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -22,14 +21,12 @@ from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, wr
 from input_pipeline import array_record, datasets
 from input_pipeline.documents import Piece
 from input_pipeline.options import DataOptions
-from input_pipeline.tokenizer import ByteTokenizer, train_bpe
+from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.errors import ConfigError
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize import run
 from trainer.tools.tokenize.__main__ import main
-from trainer.tools.tokenize.output import Part
 from trainer.tools.tokenize.part import TokenizeJob
-from trainer.tools.tokenize.progress import TokenProgress
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 120  # seconds
@@ -75,16 +72,6 @@ def test_parts_have_all_documents_in_order(tmp_path, write, kind, parts, values)
   assert write_all(job, tmp_path / "whole", 10**9) == records
 
 
-def test_a_wrong_line_of_a_part_is_named(tmp_path):
-  path = Path(write_jsonl(tmp_path / "data", "text", TEXTS))
-  lines = path.read_bytes().splitlines(keepends=True)
-  path.write_bytes(b"".join([*lines[:30], b"{}\n", *lines[30:]]))
-  job = job_of("documents", grain_train_files=str(path), grain_file_type="jsonl")
-  with pytest.raises(ConfigError, match=r"data.jsonl:31: no field"):
-    write_all(job, tmp_path / "parts", path.stat().st_size // 12)
-  assert not list((tmp_path / "parts").glob(".*"))
-
-
 @pytest.mark.parametrize("packing", ["split", "best_fit", "none"])
 def test_windows_are_read_in_place_as_if_they_had_been_prepared(tmp_path, packing):
   keys = {"grain_train_files": write_jsonl(tmp_path / "data", "text", TEXTS), "grain_file_type": "jsonl"}
@@ -117,30 +104,6 @@ def start(source: Path, output: Path, *arguments: str) -> subprocess.Popen:
 def finished(process: subprocess.Popen) -> tuple[int, str]:
   text, _ = process.communicate(timeout=LIMIT)
   return process.returncode, text
-
-
-def test_the_keys_name_the_tokens_around_documents_and_text_never_has_them(tmp_path):
-  source, output = tmp_path / "text", tmp_path / "output"
-  source.mkdir()
-  for number in range(9):
-    (source / f"{number}.txt").write_text(f"a [SEP] in text {number} [CLS]")
-  tokenizer = train_bpe(["a text"], 300).replace("<|bos|>", "[CLS]").replace("<|eos|>", "[SEP]")
-  (tmp_path / "tokenizer.json").write_text("\ufeff" + tokenizer, encoding="utf-8")
-  keys = ["tokenizer_type=bpe", f"tokenizer_path={tmp_path / 'tokenizer.json'}", "eval_fraction=0"]
-  code, text = finished(start(source, output, *keys))
-  assert code == 2 and "it has no special token named <|eos|>" in text and "tokens: [CLS], [SEP]" in text
-  code, text = finished(start(source, output, *keys, "bos_token=[CLS]", "eos_token=[SEP]"))
-  assert code == 0 and "Documents begin with [CLS] (0) and end with [SEP] (1)\n" in text
-  assert json.loads((output / "manifest.json").read_text())["eos_token"] == ["[SEP]", 1]
-  paths = sorted((output / "train").iterdir())
-  pieces = [Piece(path.name, path, 0, path.stat().st_size) for path in paths]
-  records = array_record.Records(paths, [array_record.count(piece) for piece in pieces])
-  documents = [np.frombuffer(records[number], "<u2").tolist() for number in range(len(records))]
-  records.close()
-  assert len(documents) == 9
-  assert all(ids[0] == 0 and ids[-1] == 1 and not {0, 1} & {*ids[1:-1]} for ids in documents)
-  code, text = finished(start(source, output, *keys, "eos_token=[SEP]"))
-  assert code == 2 and "has the output of another command" in text and "bos_token" in text
 
 
 def corpus(folder: Path, files: int = 24, lines: int = 500) -> Path:
@@ -237,50 +200,3 @@ def run_in_process(arguments: list[str]) -> tuple[int, str]:
   errors = io.StringIO()
   with contextlib.redirect_stderr(errors):
     return main(arguments), errors.getvalue()
-
-
-def test_two_at_once_are_refused(tmp_path):
-  import fcntl
-
-  source, output = corpus(tmp_path, files=3), tmp_path / "output"
-  output.mkdir()
-  descriptor = os.open(output, os.O_RDONLY)
-  try:
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    code, text = run_in_process(command(source, output)[3:])
-    assert code == 2 and "Another process writes to" in text
-  finally:
-    os.close(descriptor)
-  assert not list(output.iterdir())
-
-
-def test_the_description_changes_with_all_that_changes_the_output(tmp_path):
-  job = job_of("windows", grain_train_files=write_jsonl(tmp_path / "data", "text", TEXTS), grain_file_type="jsonl")
-  changes = [{"length": 8}, {"packing": "none"}, {"records": "documents"}, {"tokenizer": None}]
-  descriptions = [json.dumps(dataclasses.replace(job, **change).description()) for change in [{}, *changes]]
-  assert len(set(descriptions)) == len(descriptions)
-
-
-def test_the_progress_ends_with_a_line_unless_the_work_has_failed(capsys):
-  part = Part("train", 0, (Piece("a", Path("a"), 0, 2_000_000),))
-  with TokenProgress(part.size) as progress:
-    progress.add_tokens(1000)
-    progress.add_part(part)
-  assert capsys.readouterr().out.startswith("100% of 2.0 MB, 1,000 tokens, ")
-  with pytest.raises(ConfigError), TokenProgress(part.size):
-    raise ConfigError("a document is wrong")
-  assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-  ("option", "rule"),
-  [
-    ("--processes=two", "two must be a whole number of at least 1"),
-    ("--processes=0", "0 must be a whole number of at least 1"),
-    ("--part-megabytes=x", "x must be a number of at least 1e-06"),
-    ("--part-megabytes=nan", "nan must be a number of at least 1e-06"),
-  ],
-)
-def test_wrong_numbers_are_refused_with_the_rule(option, rule, capsys):
-  assert main(["configs/base.yml", "--output=x", option]) == 2
-  assert f"argument {option.partition('=')[0]}: {rule}" in capsys.readouterr().err

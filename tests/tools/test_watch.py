@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -70,15 +68,6 @@ def test_the_page_follows_the_run_and_is_made_only_if_the_files_have_changed(tmp
   assert "ended with exit code 0" in ended.notice and not ended.is_late
 
 
-def test_a_page_is_not_made_again_before_its_time(tmp_path, short):
-  run = young_run(tmp_path / "a")
-  page = live.LivePage([str(tmp_path / "a")], period=1000.0, clock=lambda: 1.8e9 + 10)
-  assert page.state().version == 1
-  run.step(4)
-  assert page.state().version == 1
-  run.close()
-
-
 def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
   run = young_run(tmp_path / "a")
   assert live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 59)[1] is False
@@ -96,70 +85,6 @@ def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
   text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and re.search(r", saves fail since [0-9:]{8} UTC: the newest checkpoint is of step 3, from 0:01:01", text)
   run.close()
-
-
-def test_damaged_lines_are_passed_over(tmp_path, short):
-  run = young_run(tmp_path / "a")
-  run.close()
-  for name in ("metrics.jsonl", "events.jsonl"):
-    whole = (tmp_path / "a" / name).read_bytes()
-    last = whole.splitlines()[-1]
-    damaged = b'{}\n[1, 2]\n{"step": "x", "loss": 1}\n{"kind": "eval"}\n\x00\xff\n'
-    (tmp_path / "a" / name).write_bytes(whole + damaged + last[: len(last) // 2])
-  state = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock()).state()
-  assert "3 of 20" in state.body and "Cannot read" not in state.notice
-
-
-def test_a_folder_that_vanishes_leaves_the_last_page_and_comes_back(tmp_path, short):
-  young_run(tmp_path / "a").close()
-  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
-  shown = page.state()
-  shutil.move(tmp_path / "a", tmp_path / "away")
-  gone = page.state()
-  assert gone.body == shown.body and gone.is_late and "does not exist" in gone.notice
-  since = re.search(r"since (\S+) UTC", gone.notice)[1]
-  assert since in page.state().notice  # the time of the first failure
-  shutil.move(tmp_path / "away", tmp_path / "a")
-  back = page.state()
-  assert "Cannot read" not in back.notice and back.version == shown.version + 1
-
-
-def test_a_run_before_its_first_step_is_waited_for(tmp_path, short):
-  run = fake_run.FakeRun(tmp_path / "a", steps=20, slices=1)
-  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
-  waiting = page.state()
-  assert "Waiting for the first step" in waiting.body and "no completed step" in waiting.notice
-  run.step(1)
-  assert "1 of 20" in page.state().body
-  run.close()
-
-
-def test_several_folders_are_a_list(tmp_path):
-  for name, steps in (("a", 2), ("b", 3), ("c/b", 5)):
-    young_run(tmp_path / name, steps=steps).close()
-  folders = [str(tmp_path / name) for name in ("a", "b", "c/b")]
-  with watch.Server(live.LivePage(folders, period=1.0, clock=Clock()), 0) as server:
-    links = Page(server.page.state().body).links
-    assert links == ["a/", f"{folders[1][1:]}/", f"{folders[2][1:]}/"]  # two runs are called b
-    assert [server.page_of(f"/{link}").state().notice.split(",")[0] for link in links] == [
-      f"step {steps} of 20" for steps in (2, 3, 5)
-    ]
-
-
-@pytest.mark.parametrize("target", ["http:" + "//[/", "x://]:", "/state?version=\xff%zz"])
-def test_an_address_that_is_none_is_an_answer(tmp_path, short, capfd, target):
-  young_run(tmp_path / "a").close()
-  with watch.Server(live.LivePage([str(tmp_path / "a")], period=1.0), 0) as server:
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as raw:
-      raw.sendall(f"GET {target} HTTP/1.0\r\nHost: localhost:1\r\n\r\n".encode("latin-1"))
-      assert raw.makefile("rb").readline().split()[1] == (b"200" if "state" in target else b"400")
-    with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as raw:
-      raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets the connection
-      raw.sendall(b"GET /state HTTP/1.0\r\n")
-    assert get(f"{server.url}nothing")[0] == 404  # the threads before it have ended, or soon will
-    server.shutdown()
-  assert capfd.readouterr().err == ""
 
 
 @contextlib.contextmanager
@@ -190,44 +115,6 @@ def test_the_command_serves_the_page_and_ends_with_ctrl_c(tmp_path):
     assert get(url)[0] == 200
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 0
-
-
-def test_a_port_in_use_is_refused_only_if_it_was_asked_for(tmp_path, capsys, monkeypatch):
-  with socket.create_server(("127.0.0.1", 0)) as other:
-    port = other.getsockname()[1]
-    assert watch.main([str(tmp_path), "--port", str(port)]) == 2
-    assert f"--port {port} is in use on 127.0.0.1. Choose another port" in capsys.readouterr().err
-    monkeypatch.setattr(watch, "_PORT", port)
-    with watch.open_server(live.LivePage([str(tmp_path)], 1.0), None) as server:
-      assert server.server_port not in (0, port)
-
-
-@pytest.mark.parametrize("period", ["nan", "inf", "0", "-1", "soon"])
-def test_a_period_that_is_none_is_refused(tmp_path, capsys, period):
-  assert watch.main([str(tmp_path), "--period", period]) == 2
-  assert f"argument --period: {period} must be a number above 0" in capsys.readouterr().err
-
-
-def test_a_port_that_is_none_is_refused(tmp_path, capsys):
-  assert watch.main([str(tmp_path), "--port", "70000"]) == 2
-  err = capsys.readouterr().err
-  assert err.startswith("error: ") and "0 to 65535" in err and err.count("\n") == 1
-
-
-def test_a_folder_that_does_not_exist_yet_is_waited_for(tmp_path, short):
-  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
-  waiting = page.state()
-  assert "Waiting" in waiting.body and "does not exist. Waiting since" in waiting.notice and not waiting.is_late
-  young_run(tmp_path / "a").close()
-  assert "3 of 20" in page.state().body and "Waiting" not in page.state().notice
-
-
-def test_the_command_says_that_a_folder_does_not_exist_yet(tmp_path):
-  command = [sys.executable, "-m", "trainer.tools.watch", str(tmp_path / "a"), "--port", "0"]
-  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-    assert process.stdout.readline() == f"{tmp_path}/a does not exist yet. Waiting for it\n"
-    assert process.stdout.readline().startswith(f"Watching {tmp_path}/a on ")
-    process.kill()
 
 
 def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
@@ -267,18 +154,6 @@ def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
   now += 61  # files have not changed
   assert page.state().version == first.version + 1 and "stale or dead" in page.state().body
   assert page.state().body.count('data-key="running"') == 1  # a first step may take long
-
-
-def test_only_runs_that_have_changed_are_read_again(tmp_path, monkeypatch):
-  runs = [young_run(tmp_path / name) for name in "ab"]
-  read = []
-  monkeypatch.setattr(history, "load", lambda folder, load=history.load: read.append(folder[-1]) or load(folder))
-  page = live.LivePage([str(tmp_path)], period=1.0, clock=Clock())
-  assert page.state().version == 1 and page.state().version == 1 and read == ["a", "b"]
-  runs[1].step(4)
-  assert page.state().version == 2 and read == ["a", "b", "b"]
-  for run in runs:
-    run.close()
 
 
 def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):
@@ -358,27 +233,3 @@ def test_prometheus_gets_the_numbers_of_each_run_and_the_ages_of_one_that_is_dea
   dead.close()
   with serving(tmp_path / "unborn", tmp_path / name, tmp_path / "away", clock=lambda: now) as metrics:
     assert metrics()["readable"] == {"unborn": 1, 'dead "x\n': 1, "away": 0}
-
-
-def test_only_new_events_are_read_for_prometheus(tmp_path, monkeypatch):
-  run = young_run(tmp_path / "a")
-  follower = exporter.Follower(str(tmp_path / "a"))
-  follower.numbers(0.0)
-  read = []
-  clean = history.clean_events
-  monkeypatch.setattr(history, "clean_events", lambda records: read.append(clean(records)) or read[-1])
-  run.events.emit("slice_down", step=3, slice=[0, 1], slices=[])
-  assert follower.numbers(0.0)[0]["slices_lost"] == 2 and follower.numbers(0.0)[0]["slices_alive"] == 0
-  assert [len(records) for records in read] == [1, 0]
-  run.close()
-
-
-def test_metrics_without_the_library_say_what_to_install(tmp_path, monkeypatch):
-  for name in [name for name in sys.modules if name.partition(".")[0] == "prometheus_client"]:
-    monkeypatch.delitem(sys.modules, name)
-  monkeypatch.setitem(sys.modules, "prometheus_client", None)
-  with watch.Server(live.LivePage([str(tmp_path)], period=1.0), 0) as server:
-    threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
-    code, text = get(f"{server.url}metrics")
-    server.shutdown()
-  assert code == 501 and "bash setup.sh --prometheus" in text

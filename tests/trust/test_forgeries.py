@@ -243,7 +243,7 @@ def test_a_forgery(runs, tmp_path, capsys, kind, name):
 
 
 def test_an_honest_run_is_accepted(runs, capsys):
-  for keys in ((), ("--replay", "1:12"), ("--replay", "9:12", "num_slices=1")):
+  for keys in ((), ("--replay", "9:12", "num_slices=1")):
     code, printed = ended(capsys, runs[0], *keys)
     assert code == 0, printed
     print(printed)
@@ -251,7 +251,7 @@ def test_an_honest_run_is_accepted(runs, capsys):
   assert ended(capsys, runs[1])[0] == 0
 
 
-ODD = (None, -1, 0, 10**30, 1e300, True, "", "x\n", [], {}, [{}], {"a": None})
+ODD = (None, 10**30, "x\n", [{}])
 
 
 def test_odd_heads_with_new_hashes_are_answered(runs, tmp_path, capsys):
@@ -273,9 +273,7 @@ def test_odd_heads_with_new_hashes_are_answered(runs, tmp_path, capsys):
     shutil.copyfile(runs[0] / FILE, folder / FILE)
 
 
-@pytest.mark.parametrize(
-  "key", ["learning_rate=3", "steps=3", "receipt_state_period=0", "run_name=x", "dtype=bfloat16"]
-)
+@pytest.mark.parametrize("key", ["learning_rate=3", "run_name=x"])
 def test_a_key_that_changes_the_numbers_accuses_nobody(runs, capsys, key):
   code, printed = ended(capsys, runs[0], "--replay", "9:12", key)
   assert code == 2 and f"{key.partition('=')[0]}=...: this key belongs to what is computed" in printed, printed

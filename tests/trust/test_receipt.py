@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import types
 
@@ -89,15 +88,6 @@ def steps_of(folder) -> list[int]:
 def written(tmp_path):
   Process(tmp_path / "run").steps(1, 2, 3, 4).metrics.close()
   return tmp_path / "run"
-
-
-def test_a_line_has_the_bits_of_its_step_and_says_who_computed_it(written):
-  head, first, *_ = lines_of(written)
-  assert head["after"] == 0 and head["config"]["run_name"] == "run"
-  assert first["loss"] == np.float32(3.5).view(np.uint32).item().to_bytes(4, "big").hex()
-  assert first["computed"] == {"0": [[0, 4]]} and first["examples"] == "ab" * 16
-  assert "state" not in first and lines_of(written)[3]["state"] == {"params.w": "0" * 16}
-  assert "proof" not in json.loads((written / "metrics.jsonl").read_text().splitlines()[0])
 
 
 def test_every_changed_byte_is_found(written):
@@ -201,13 +191,6 @@ def test_a_full_disk_costs_no_line_once_there_is_space(tmp_path, monkeypatch, ca
   assert capsys.readouterr().err.count(FILE) == 1
 
 
-def test_a_receipt_that_cannot_be_written_hurts_nothing(tmp_path):
-  (tmp_path / "run" / FILE).mkdir(parents=True)
-  process = Process(tmp_path / "run").steps(1, 2)
-  process.metrics.close()
-  assert len(process.warnings) == 1 and [r["step"] for r in metrics.read_metrics(str(tmp_path / "run"))] == [1, 2]
-
-
 # ---- digests
 
 
@@ -222,17 +205,6 @@ def test_two_readers_of_one_step_do_not_change_its_digest():
   changed.changed = 14
   assert loader(changed).tally(3, hashes=True) != expected
   assert loader(changed).tally(2, hashes=True) == one.tally(2, hashes=True)
-
-
-def test_a_step_whose_examples_cannot_be_read_again_has_no_digest(tmp_path):
-  """Its record is of a process that was lost before it wrote the receipt."""
-  Process(tmp_path / "run").steps(1, 2).metrics.close()
-  path = tmp_path / "run" / FILE
-  path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
-  again = Process(tmp_path / "run")
-  again.source.example = lambda index: np.fromfile("/none")
-  again.steps(3).metrics.close()
-  assert [line["examples"] for line in lines_of(tmp_path / "run") if "step" in line] == ["ab" * 16, "", "ab" * 16]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int32", "bool", "uint8"])

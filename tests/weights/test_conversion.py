@@ -6,10 +6,8 @@ import contextlib
 import errno
 import fcntl
 import json
-import os
 import re
 import signal
-import threading
 import time
 
 import jax
@@ -18,7 +16,6 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-from etils import epath
 from tests.support import hf_folders
 from tests.support.seeds import few
 
@@ -29,7 +26,7 @@ from trainer.config.schema import CheckpointSection, Config
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.tools import export_hf, import_hf
-from trainer.weights import export, folders, hf_config, importing, sources
+from trainer.weights import export, folders, importing, sources
 from trainer.weights import safetensors as own_format
 from trainer.world import SINGLE_WORLD
 
@@ -42,8 +39,7 @@ def assert_same_bits(found, expected):
     assert found[name].dtype == tensor.dtype and found[name].tobytes() == tensor.tobytes(), name
 
 
-# Without experts in every layer and a tied head of Llama: the others have both, and every type of weights.
-FEW = [i for i, name in enumerate(hf_folders.MODELS) if name not in ("qwen3-moe", "llama3.2")]
+FEW = [i for i, name in enumerate(hf_folders.MODELS) if name in ("qwen3-tied", "qwen3-moe-layers")]
 
 
 @pytest.mark.parametrize("number", few(FEW, range(len(hf_folders.MODELS))), ids=list(hf_folders.MODELS))
@@ -126,13 +122,6 @@ def edit_config(**fields):
   return change
 
 
-def test_fields_that_publishers_add_are_no_part_of_the_model(tmp_path):
-  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("llama3.2"), shards=1)
-  smollm = {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}}
-  edit_config(unsloth_fixed=True, unsloth_version="2026.4.5", **smollm)(tmp_path / "hf")
-  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
-
-
 def edit_tensors(change):
   def rewrite(folder):
     tensors = hf_folders.read_folder(folder)
@@ -166,32 +155,23 @@ NORM = "model.norm.weight"
 WRONG = {
   "another architecture": (edit_config(architectures=["MistralForCausalLM"]), "Only Qwen3ForCausalLM"),
   "an unknown field": (edit_config(logit_scale=2.0), "unknown fields logit_scale"),
-  "a size of zero": (edit_config(hidden_size=0), r"hidden_size=0 \(.* greater than"),
   "a bias": (edit_config(attention_bias=True), "attention_bias=True"),
   "pairs of neighbours are rotated": (edit_config(rope_interleaved=True), "rope_interleaved=True"),
   "quantized": (edit_config(quantization_config={"quant_method": "gptq"}), "quantized with gptq. .* dequantize"),
-  "quantized in 4 bits": (edit_config(quantization_config={"load_in_4bit": True}), "quantized with bitsandbytes"),
   "another rope": (edit_config(rope_parameters={"rope_type": "yarn", "rope_theta": 1e6}), "rope_type=yarn"),
-  "two values of theta": (edit_config(rope_theta=5.0), "rope_theta is 5.0 in one place"),
   "sliding windows": (edit_config(layer_types=["sliding_attention"] * 3), "sliding_attention"),
   "more layers": (edit_config(num_hidden_layers=4), r"model\.layers\.3\..* is missing"),
-  "fewer layers": (edit_config(num_hidden_layers=2), "no place for 11 tensors"),
   "a missing head": (edit_tensors(lambda x: x.pop("lm_head.weight")), "say so in config.json: tie_word_embeddings"),
   "a missing tensor": (edit_tensors(lambda x: x.pop(NORM)), f"{NORM} is missing"),
-  "an extra tensor": (edit_tensors(lambda x: x.update(more=x[NORM])), "no place for 1 tensors: more"),
   "another shape": (edit_tensors(lambda x: x.update({NORM: x[NORM][:-1]})), r"shape \(63,\).* \(64,\)"),
   "another type": (edit_tensors(lambda x: x.update({NORM: x[NORM].astype(np.int8)})), "is I8, as in a quantized model"),
   "not finite": (edit_tensors(lambda x: x.update({NORM: x[NORM] * np.float32("nan")})), "not finite"),
   "truncated": (edit_bytes(lambda data: data[:-1]), "truncated"),
-  "only the header": (edit_bytes(lambda data: data[:6]), "truncated"),
   "a damaged header": (edit_bytes(lambda data: data[:20] + b"\0" + data[21:]), "header cannot be read"),
-  "another offset": (edit_bytes(lambda data: data.replace(b"[0,", b"[1,", 1)), "do not fit its shape"),
   "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "Save the model as safetensors"),
   "weights of torch": (renamed("pytorch_model.bin"), "It has pytorch_model.bin. Save the model as safetensors: "),
   "an adapter": (renamed("adapter_model.safetensors"), "has an adapter: merge it"),
-  "one file of several": (renamed("model-00001-of-00002.safetensors"), "It has some of several files"),
   "an index with a file that lacks": (with_index({"a": "b.safetensors"}), "b.safetensors, which .* is missing"),
-  "an index with a tensor that lacks": (with_index({"a": "model.safetensors"}), "differ about a"),
   "a file outside": (with_index({"a": "../b.safetensors"}), "no weight_map"),
 }
 
@@ -199,7 +179,6 @@ WRONG = {
 EXPERT, ROUTER = "model.layers.1.mlp.experts.7.up_proj.weight", "model.layers.1.mlp.gate.weight"
 WRONG_EXPERTS = {
   "a missing expert": (edit_tensors(lambda x: x.pop(EXPERT)), f"{EXPERT} is missing"),
-  "a missing router": (edit_tensors(lambda x: x.pop(ROUTER)), f"{ROUTER} is missing"),
   "an extra expert": (
     edit_tensors(lambda x: x.update({EXPERT.replace("7", "12"): x[EXPERT]})),
     r"no place for 1 tensors: model\.layers\.1\.mlp\.experts\.12\.up_proj",
@@ -213,7 +192,6 @@ WRONG_EXPERTS = {
     rf"{EXPERT} is float16, and .*experts\.0\.up_proj\.weight is float32",
   ),
   "fewer experts": (edit_config(num_local_experts=11), r"\(12, 64\), and its config.json says \(11, 64\)"),
-  "two numbers of experts": (edit_config(num_experts=11), r"num_experts and num_local_experts are \{1[12], 1[12]\}"),
   "more choices than experts": (edit_config(num_experts_per_tok=13), "num_experts=12 with num_experts_per_tok=13"),
   "a shared expert": (edit_config(shared_expert_intermediate_size=8), "unknown fields shared_expert_intermediate_size"),
 }
@@ -230,19 +208,6 @@ def test_a_wrong_folder_is_one_error_and_nothing_is_written(tmp_path, capsys, fa
   error = capsys.readouterr().err
   assert re.search(message, error), error
   assert error.count("\n") == 1 and [path.name for path in tmp_path.iterdir()] == ["hf"]
-
-
-def test_a_repeated_tied_head_must_be_the_embedding(tmp_path):
-  tensors = hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3-tied"), shards=1)
-  head = tensors["model.embed_tokens.weight"].copy()
-  file = tmp_path / "hf" / "model.safetensors"
-  write = lambda: safetensors.numpy.save_file({**tensors, "lm_head.weight": head}, file)
-  write()
-  assert sources.open_source(str(tmp_path / "hf")).model.logits_via_embedding
-  head[3, 4] += 1
-  write()
-  with pytest.raises(ConfigError, match=r"lm_head\.weight differs from the embedding"):
-    sources.open_source(str(tmp_path / "hf"))
 
 
 @pytest.fixture
@@ -264,23 +229,6 @@ def test_a_full_disk_leaves_nothing(tmp_path, run, monkeypatch, capsys):
   assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "other")]) == 2
   assert "No space left" in capsys.readouterr().err
   assert sorted(tmp_path.iterdir()) == before
-
-
-def test_a_disk_that_fails_while_files_are_written_is_one_error(tmp_path, monkeypatch):
-  """Linux reports a failed write to the first fsync only. Here this is the fsync of the thread that flushes."""
-  failed = threading.Event()
-
-  def fail(_):
-    failed.set()
-    raise OSError(errno.EIO, "Input/output error")
-
-  monkeypatch.setattr(os, "fsync", fail)
-  error = pytest.raises(ConfigError, match=r"new: cannot be written: .*Input/output error")
-  with error, folders.new_folder(str(tmp_path / "new")) as folder:
-    (folder / "file").write_text("1")
-    assert failed.wait(20)
-    monkeypatch.undo()
-  assert not list(tmp_path.iterdir())
 
 
 def no_locks(*_):
@@ -367,17 +315,6 @@ def test_two_processes_that_write_one_folder_leave_one_whole_folder(tmp_path, mo
   assert left == (set() if locks else {"new.unfinished"})
 
 
-def test_a_damaged_checkpoint_and_a_folder_with_files_are_refused(tmp_path, run, capsys):
-  assert import_hf.main([str(tmp_path / "hf"), str(run)]) == 2
-  assert "has files already" in capsys.readouterr().err
-  biggest = max((run / "checkpoints").rglob("*"), key=lambda path: path.stat().st_size if path.is_file() else 0)
-  data = bytearray(biggest.read_bytes())
-  data[len(data) // 2] ^= 1
-  biggest.write_bytes(data)
-  assert export_hf.main([str(run), str(tmp_path / "back")]) == 2
-  assert "damaged" in capsys.readouterr().err and not (tmp_path / "back").exists()
-
-
 @pytest.mark.parametrize("module", ["import_hf", "export_hf"])
 def test_a_kill_leaves_no_folder_and_the_same_command_completes(server, tmp_path, run, module):
   source, target = (tmp_path / "hf", tmp_path / "new") if module == "import_hf" else (run, tmp_path / "new")
@@ -391,23 +328,6 @@ def test_a_kill_leaves_no_folder_and_the_same_command_completes(server, tmp_path
   main = import_hf.main if module == "import_hf" else export_hf.main
   assert main([str(source), str(target)]) == 0
   assert target.exists() and not work.exists()
-
-
-def test_a_config_without_sizes_is_refused_by_their_names():
-  for sizes in ({}, {"num_attention_heads": 0}):
-    with pytest.raises(ConfigError, match="x: has no vocab_size, hidden_size, "):
-      hf_config.keys({"architectures": ["LlamaForCausalLM"], **sizes}, "x")
-
-
-def test_tokenizer_json_is_the_last_file_that_is_copied(tmp_path, monkeypatch):
-  """A run copies a tokenizer once: where a kill cut a copy short, tokenizer.json must be missing."""
-  source = epath.Path(tmp_path)
-  for name in ("tokenizer.json", "chat_template.jinja"):
-    (source / name).write_text(name)
-  written = []
-  monkeypatch.setattr(sources.files, "write_bytes", lambda folder, name, data: written.append(name))
-  sources.copy_tokenizer(source, source / "copy")
-  assert written == ["chat_template.jinja", "tokenizer.json"]
 
 
 @pytest.mark.parametrize(

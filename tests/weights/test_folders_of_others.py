@@ -10,9 +10,8 @@ from tests.support import hf_folders
 from input_pipeline import tokenizer
 from input_pipeline.tokenizer import train_bpe
 from trainer.cluster.launched import shared_token
-from trainer.config.errors import ConfigError
 from trainer.config.load import load
-from trainer.tools import evaluate, export_hf, generate, import_hf, report
+from trainer.tools import evaluate, export_hf, import_hf, report
 from trainer.weights import hf_config, sources
 
 OLD_FIELDS = {
@@ -65,9 +64,7 @@ def test_a_home_folder_is_found_wherever_a_path_is_given(tmp_path, monkeypatch, 
   monkeypatch.chdir(current)
   hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3", vocab_size=300), shards=1)
   (tmp_path / "hf" / "tokenizer.json").write_text(train_bpe(["a text"], 300))
-  (tmp_path / "prompts").write_text("a\n")
   assert import_hf.main(["~/hf", "~/run"]) == 0
-  assert generate.main(["~/run@0", "--prompts=~/prompts", "--tokens=1", "--dtype=float32"]) == 0
   assert export_hf.main(["~/run", "~/back"]) == 0
   (tmp_path / "token").write_text("a" * 64)
   assert shared_token("~/token", {})
@@ -81,8 +78,3 @@ def test_a_home_folder_is_found_wherever_a_path_is_given(tmp_path, monkeypatch, 
     assert module.main(["~/none"]) == 2
     assert f"{tmp_path}/none" in capsys.readouterr().err
   assert not list(current.iterdir())
-
-
-def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
-  with pytest.raises(ConfigError, match=r"tokenizer_path=.*: there is no such file"):
-    load(["configs/quickstart.yml", f"base_output_directory={tmp_path}/runs", f"tokenizer_path={tmp_path}"])

@@ -28,9 +28,7 @@ def parameters(count: int, stacked: bool):
   }
 
 
-@pytest.mark.parametrize("count", [1, 12])
-@pytest.mark.parametrize("given", [True, False])
-@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("count, given, wanted", [(1, True, False), (12, True, False), (12, False, True)])
 def test_layers_are_stacked_and_separated(count, given, wanted):
   params, expected = parameters(count, given), parameters(count, wanted)
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), expected)

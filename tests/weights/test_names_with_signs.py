@@ -36,11 +36,6 @@ def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
     run_id.split(f"{run}@six")
 
 
-def test_a_folder_with_a_colon_is_no_step_of_another(run, tmp_path):
-  (tmp_path / "x@6").rename(tmp_path / "y:2024")
-  assert array_parts.entries(f"{tmp_path}/y:2024")
-
-
 def test_the_tokenizer_of_a_model_in_a_folder_with_the_name_of_a_step(tmp_path):
   chats.write_tokenizer(tmp_path / "model@2", chats.CHATML)
   config = load(["configs/base.yml", f"load_parameters_path={tmp_path}/model@2", "vocab_size=300"])
@@ -62,12 +57,6 @@ def test_files_and_folders_may_end_like_weights_and_lists(tmp_path, name):
   assert [one.file for one in found] == wanted
   cfg = DataOptions(dataset_type="grain", grain_file_type="jsonl", grain_train_files=str(folder))
   assert datasets.find(cfg)["train"].size
-
-
-def test_what_is_on_no_disk_is_still_a_weight(tmp_path):
-  (tmp_path / "data").mkdir()
-  with pytest.raises(ConfigError, match=r"there is no '.*data,0.3'. It ends in a weight, as MaxText"):
-    data_files.find("grain_train_files", f"{tmp_path}/data,0.3;{tmp_path}/data,0.7", "jsonl")
 
 
 def test_a_config_file_may_be_in_a_folder_with_an_equals_sign(tmp_path):

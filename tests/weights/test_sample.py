@@ -9,7 +9,6 @@ import numpy as np
 
 from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.schema import Config
-from trainer.program import program
 from trainer.run.plugins import Completed
 from trainer.weights import sample as generate
 
@@ -27,15 +26,6 @@ def config(**parallelism) -> Config:
       "parallelism": parallelism,
     }
   )
-
-
-PROMPTS = ["def f(", "x" * 200]
-
-
-def samples(prog: program.Program) -> list[str]:
-  """The text after each of PROMPTS, made on one device by a new model of `prog`."""
-  params = jax.device_put(prog.init(jax.random.key(0)).params, jax.devices()[0])
-  return [generate.continue_text(prog.model, params, ByteTokenizer(), prompt, tokens=12) for prompt in PROMPTS]
 
 
 def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
@@ -66,10 +56,3 @@ def test_a_sample_that_one_device_cannot_hold_is_a_warning(monkeypatch):
   monkeypatch.setattr(generate, "continue_text", out_of_memory)
   _, said = end_of_run(ByteTokenizer())
   assert said.startswith("no sample") and "one device" in said and "out of memory" in said
-
-
-def test_where_no_sample_can_be_made_that_is_said(monkeypatch):
-  monkeypatch.setattr(generate, "continue_text", lambda *args, **kwargs: "x")
-  assert end_of_run(ByteTokenizer())[-1] == "sample"
-  assert end_of_run(None) == ["no sample is made of sample_prompt: the data have no tokenizer"]
-  assert end_of_run(ByteTokenizer(), process_count=2)[0].endswith("the weights are spread over processes")

@@ -11,7 +11,7 @@ from tests.support import chats, hf_folders
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from input_pipeline.chat_template import Template
-from input_pipeline.conversations import ChatTokenizer, marked
+from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
 from trainer.config.schema import Config
 from trainer.tools import generate
@@ -74,21 +74,6 @@ def test_a_text_goes_on_behind_its_prompt(words, monkeypatch, tmp_path, capsys):
   assert capsys.readouterr().out == "--- the cat sat\n--- the sat\n"
 
 
-def test_a_model_that_says_nothing_adds_nothing(monkeypatch):
-  model = continued(ByteTokenizer(), monkeypatch)
-  monkeypatch.setattr(Model, "stream", lambda *arguments: iter(()))
-  assert model.generate(["the cat", "the"]) == ["", ""]
-
-
-def test_what_is_trained_is_marked_in_the_text_of_the_whole(words):
-  ids = words.encode("the cat sat")
-  cut = len(words.encode("the cat"))
-  marks = [~id if i < cut else id for i, id in enumerate(ids)]
-  import numpy as np
-
-  assert marked(words, np.array(marks), "[[", "]]") == "the cat[[ sat]]"
-
-
 def test_a_file_of_prompts_has_a_prompt_in_each_line(monkeypatch, tmp_path, capsys):
   model = continued(ByteTokenizer(), monkeypatch)
   monkeypatch.setattr(Model, "from_run", lambda *arguments: model)
@@ -102,8 +87,8 @@ def test_a_file_of_prompts_has_a_prompt_in_each_line(monkeypatch, tmp_path, caps
     asked.clear()
 
 
-@pytest.mark.parametrize("change", [lambda data: b"\xef\xbb\xbf" + data, lambda data: data.replace(b"\n", b"\r\n")])
-def test_a_tokenizer_of_windows_keeps_its_chat_template(tmp_path, change):
+def test_a_tokenizer_of_windows_keeps_its_chat_template(tmp_path):
+  change = lambda data: b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")
   given, run, exported = (tmp_path / name for name in ("given", "run", "hf"))
   chats.write_tokenizer(given, chats.CHATML)
   text = json.dumps(json.loads((given / "tokenizer.json").read_text()), indent=2)

@@ -53,7 +53,3 @@ def test_a_socket_listens_where_others_connect(host):
 def test_a_network_is_an_interface_or_a_subnet(network, found):
   interfaces = {"lo": ["127.0.0.1", "::1"], "eth1": ["10.1.0.7", "10.2.3.4", "fd00::7"], "down": []}
   assert addresses.on_network(network, interfaces) == found
-
-
-def test_the_interfaces_of_this_host_have_their_addresses():
-  assert "127.0.0.1" in addresses.interfaces()["lo"]

@@ -344,7 +344,7 @@ class Persistent(StepFolders):
     except (jax.errors.JaxRuntimeError, TypeError, AttributeError, AssertionError, MemoryError):
       raise  # the checkpoint may be good
     except Exception as error:  # Orbax reports lost data as a bare Exception
-      if any(map(storage.is_outage, runtime_errors.causes(error, explicit=True))):
+      if any(map(storage.is_outage, storage.causes(error, explicit=True))):
         raise CheckpointError(f"{self.directory / str(step)} cannot be read: {_first_line(error)}") from error
       raise Rejected(f"its arrays cannot be read: {_first_line(error)}") from error
 
@@ -377,5 +377,5 @@ def _handler(multiprocessing: Any, *, one_replica: bool = False) -> Any:
 
 def _first_line(error: BaseException) -> str:
   """The innermost cause in one line: Orbax wraps errors in exceptions without a type."""
-  *_, error = runtime_errors.causes(error, explicit=True)
+  *_, error = storage.causes(error, explicit=True)
   return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"[:500]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from enum import StrEnum
 
 import jax
+
+from input_pipeline import storage
 
 
 class Meaning(StrEnum):
@@ -56,17 +57,7 @@ def explain(text: str) -> tuple[Meaning, str]:
 
 def find(error: BaseException | None) -> jax.errors.JaxRuntimeError | None:
   """`error` or the first of its causes that is a runtime error, or None. Checkpoint threads wrap what they catch."""
-  return next((cause for cause in causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
-
-
-def causes(error: BaseException | None, *, explicit: bool = False) -> Iterator[BaseException]:
-  """Yields `error`, then its cause (`raise ... from`) or else its context, and so on, each once: threads that raise the
-  same error several times may make a circle. explicit: causes only, no contexts."""
-  seen: set[int] = set()
-  while error is not None and id(error) not in seen:
-    yield error
-    seen.add(id(error))
-    error = error.__cause__ if explicit else error.__cause__ or error.__context__
+  return next((cause for cause in storage.causes(error) if isinstance(cause, jax.errors.JaxRuntimeError)), None)
 
 
 def is_disconnected(error: BaseException) -> bool:

@@ -94,8 +94,9 @@ class Session:
     self.signals.running()
     if not gc.isenabled():
       # Off since the process began (see __main__). The objects of imports and tracing stay, so collections in the loop
-      # need not visit them.
-      gc.freeze()
+      # need not visit them. What a program that uses the library has frozen cannot be told apart from them later.
+      if not gc.get_freeze_count():
+        gc.freeze()
       gc.enable()
 
   def _write_config(self, config: Config) -> None:

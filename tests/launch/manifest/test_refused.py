@@ -179,10 +179,3 @@ def test_a_wrong_job_is_refused(name, capsys):
 def test_independent_mistakes_are_reported_together(capsys):
   assert main(f"jobset {COMMON} run_name=my_run base_output_directory=runs num_slices=2".split()) == 2
   assert capsys.readouterr().err.startswith("error: 3 mistakes in the configuration:")
-
-
-def test_help_describes_options_and_exit_codes(capsys):
-  with pytest.raises(SystemExit, match="0"):
-    main(["--help"])
-  printed = capsys.readouterr().out
-  assert all(word in printed for word in ("--save-gigabytes-per-second", "pathwaysjob", "Exit codes"))

@@ -140,13 +140,6 @@ def test_the_grace_period_covers_a_save():
     assert with_service["terminationGracePeriodSeconds"] == spec["terminationGracePeriodSeconds"] + more
 
 
-def test_hosts_of_a_slice_save_together():
-  """Four hosts with 0.25 GB/s each need as long as one with 1 GB/s: 7.15 s, which the default 30 s cover."""
-  case = next(case for case in VALID if "--save-gigabytes-per-second 0.25" in case)
-  assert program(documents(case)[-1])[0]["terminationGracePeriodSeconds"] == 30
-  assert "A checkpoint of 7.15 GB takes 7.2 s at 0.25 GB/s per host" in rendered(case)
-
-
 def test_the_ramdisk_follows_the_guides_rule():
   """Parameters x 12 bytes / hosts x 2 x 1.15; behind Pathways the controller has the copies of all slices."""
   rule = 596_049_920 * 12 * 2 * 1.15 / 2**20
@@ -165,12 +158,6 @@ def test_the_remedy_for_too_few_restarts_of_a_slice_is_the_least_that_works(give
     render(f"{case} {given}".split())
   assert str(caught.value).endswith(f"elastic_max_retries={given + 1}.")
   assert render(f"{case} 9".split())
-
-
-def test_restarts_of_workers_are_counted_per_host():
-  case = f"jobset {COMMON} {ELASTIC} --elastic-slices 1 --max-slice-restarts 12"
-  workers = job_specs(yaml.safe_load(render(case.split())))[1]
-  assert (workers["backoffLimit"], workers["completions"]) == (12 * 4, 4)
 
 
 # What xpk 1.16 has for each name: topology, machine type, hosts of a slice, accelerator.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
-import re
 import signal
 import sys
 import threading
@@ -12,12 +10,9 @@ import types
 
 import pytest
 
-from trainer.config import load
 from trainer.launch.ray import job
-from trainer.launch.ray.__main__ import main, parser, trainer_arguments
+from trainer.launch.ray.__main__ import main
 from worlds import interruptions
-
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "run_on_gpu_cluster.md"
 
 TPU = "--topology 2x4 --accelerator-type TPU-V6E"
 SLICES = "--min-slices 1 --max-slices 3"
@@ -49,25 +44,10 @@ def test_wrong_arguments_are_refused(name, capsys):
   assert printed.out == "" and printed.err.startswith("error: ") and message in printed.err
 
 
-def test_another_spelling_of_a_value_that_the_command_sets_is_no_other_value():
-  spelled = f"{SLICES} {CONFIG} elastic_enabled=True num_slices=03 cluster=MultiProcess"
-  arguments = trainer_arguments(*parser().parse_known_args(spelled.split()))
-  assert load(arguments, check_paths=False).elastic.elastic_enabled
-
-
 def test_without_the_package_ray_the_command_says_how_to_install_it(capsys, monkeypatch):
   monkeypatch.setitem(sys.modules, "ray", None)
   assert main(f"{SLICES} {TPU} {CONFIG}".split()) == 2
   assert "bash setup.sh --ray in a clone" in capsys.readouterr().err
-
-
-def test_the_command_of_the_page():
-  text = PAGE.read_text().replace("\\\n", " ").replace("BUCKET", "my-bucket")
-  (command,) = re.findall(r"^\.venv/bin/python -m trainer\.launch\.ray (.*)$", text, re.MULTILINE)
-  chosen, others = parser().parse_known_args(command.split())
-  config = load(trainer_arguments(chosen, others), check_paths=False)
-  assert (chosen.min_slices, chosen.max_slices, chosen.topology) == (1, 3, "2x4")
-  assert (config.cluster.num_slices, config.elastic.elastic_min_slice_count) == (3, 1)
 
 
 def test_a_second_signal_ends_the_job_at_once(monkeypatch):

@@ -15,10 +15,6 @@ def workers(*slice_names: str) -> list[RayWorker]:
   return [RayWorker(rank, f"10.0.0.{rank}", 5000 + rank, name) for rank, name in enumerate(slice_names)]
 
 
-def test_each_worker_is_a_slice():
-  assert slots(workers("", "", ""), lanes=1) == {0: RaySlot(0, 0), 1: RaySlot(1, 0), 2: RaySlot(2, 0)}
-
-
 @pytest.mark.parametrize("names", [("a", "a", "b", "b"), ("", "", "", "")])
 def test_workers_of_a_slice_are_its_lanes(names):
   assert slots(workers(*names), lanes=2) == {0: RaySlot(0, 0), 1: RaySlot(0, 1), 2: RaySlot(1, 0), 3: RaySlot(1, 1)}
@@ -51,7 +47,3 @@ def test_a_slice_sees_only_itself(monkeypatch):
   assert not [name for name in after if name.startswith("MEGASCALE_")]
   assert (after["TPU_WORKER_ID"], after["TPU_WORKER_HOSTNAMES"]) == ("1", "10.0.0.3,10.0.0.4")
   assert Place.read(after) == PLACE
-
-
-def test_slices_without_tpus_have_no_variables_of_tpus():
-  assert not [name for name in environment(PLACE, ["h"], tpu=False) if name.startswith("TPU_")]

@@ -95,15 +95,6 @@ def test_a_smaller_group_does_not_wait_for_the_slices_that_are_gone(run):
   group.close()
 
 
-def test_a_process_of_an_earlier_group_cannot_join(run):
-  old = Group(run, 1)
-  old.close()
-  new = Group(run, 1)
-  with pytest.raises((OSError, wire.WireError)):
-    old.join(0, old.environments[0])
-  new.close()
-
-
 def test_the_others_train_on_when_a_worker_is_replaced(run):
   group = Group(run, 2)
   epoch = group.train()["epoch"]
@@ -152,14 +143,6 @@ def test_groups_without_progress_end_the_run(run):
   last.close()
 
 
-def test_progress_allows_more_groups(run):
-  for _ in range(4):
-    group = Group(run, 1)
-    group.train()
-    group.close()
-  assert run.exit_code() is None
-
-
 def test_a_group_saves_before_ray_ends_it(run):
   """`leave` waits until the members have saved and gone. The run is not over: the next group begins."""
   group = Group(run, 1)
@@ -180,15 +163,6 @@ def test_a_group_saves_before_ray_ends_it(run):
   again.train()
   assert run.exit_code() is None
   again.close()
-
-
-def test_leaving_has_a_time_limit(run):
-  group = Group(run, 1)
-  group.train()
-  begin = time.monotonic()
-  run.leave(0.5)
-  assert 0.4 < time.monotonic() - begin < SECONDS
-  group.close()
 
 
 def test_a_stop_outlives_the_group(run):
@@ -215,23 +189,4 @@ def test_a_rehearsed_loss_kills_the_worker():
     time.sleep(0.01)
   assert killed == [1]
   group.close()
-  run.close()
-
-
-def test_a_slice_is_ended_as_a_whole():
-  killed: list[int] = []
-  run = RunSupervisor(
-    RULES, host="127.0.0.1", lanes=2, tpu=True, attempts=2, kill=lambda worker: killed.append(worker.rank)
-  )
-  environments = run.begin([RayWorker(rank, f"127.0.0.{rank + 1}", 7000 + rank, "ab"[rank // 2]) for rank in range(4)])
-  places = [place_of(environments[rank]) for rank in range(4)]
-  assert [(place.member, place.lane, place.slice_coordinator) for place in places] == [
-    (0, 0, "127.0.0.1:7000"),
-    (0, 1, "127.0.0.1:7000"),
-    (1, 0, "127.0.0.3:7002"),
-    (1, 1, "127.0.0.3:7002"),
-  ]
-  assert environments[3]["TPU_WORKER_HOSTNAMES"] == "127.0.0.3,127.0.0.4"
-  assert run.ended(3, FAILED) is None
-  assert killed == [2]
   run.close()

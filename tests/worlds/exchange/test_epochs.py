@@ -15,7 +15,7 @@ import zlib
 
 import numpy as np
 import pytest
-from tests.support.exchange_members import TOKEN, Members, members, random_shares, same_bits, sum_in_order
+from tests.support.exchange_members import TOKEN, members, random_shares, same_bits, sum_in_order
 
 from worlds import handshake
 from worlds.exchange import Exchange, PeerLost, reduction
@@ -104,37 +104,6 @@ def test_only_new_members_make_connections(monkeypatch, streams):
     assert those.refused == []
 
 
-def test_members_that_are_late_keep_their_connections():
-  """Whenever they come: a caller that gave up waiting, and called again at this moment, would cost an epoch."""
-  moments = random.Random(0)
-  with members(3, connect_seconds=0.8) as those:
-    before = connections(those)
-    for seed in range(4):
-      late = [moments.choice([0, moments.uniform(0.395, 0.405)]) for _ in those.all]
-      those.connect(late=late)
-      assert reduced(those, seed) and connections(those) == before
-
-
-def test_a_member_that_has_begun_an_epoch_does_not_wait_for_the_others():
-  with members(2) as those:
-    peers = {member: those.all[member].address for member in range(2)}
-    those.all[1].begin(2, peers)  # it may compute now
-    those.all[1].begin(3, peers)
-    those.all[0].begin(3, peers)
-    those.epoch = 3
-    assert reduced(those, 1)
-
-
-def test_a_member_that_is_not_in_an_epoch_is_connected_again():
-  with members(3) as those:
-    absent = those.all.pop()
-    those.connect()
-    assert set(those.all[0]._links) == {1}
-    those.all.append(absent)
-    those.connect()
-    assert reduced(those, 1)
-
-
 @pytest.mark.parametrize("closes", [0, 1, 2])
 @pytest.mark.parametrize("how", ["closed", "broken"])
 def test_a_connection_that_ends_between_epochs_is_replaced_with_all_its_streams(closes, how, streams):
@@ -153,27 +122,6 @@ def test_a_connection_that_ends_between_epochs_is_replaced_with_all_its_streams(
     assert all(before[key].isdisjoint(after[key]) for key in before if set(key) == pair)
 
 
-def test_connections_that_only_one_side_has_are_replaced():
-  """Member 1 has connected with member 0, which has not claimed this connection: both wait for member 2."""
-  those = Members(3, connect_seconds=0.3)
-  try:
-    one, two = (those.all[member].address for member in (0, 1))
-    threads = [
-      threading.Thread(target=_lost, args=[those.all[member].connect, 1, {0: one, 1: two, 2: "unused"}])
-      for member in (0, 1)
-    ]
-    for thread in threads:
-      thread.start()
-    for thread in threads:
-      thread.join(10)
-    assert (set(those.all[0]._links), set(those.all[1]._links)) == (set(), {0})
-    those.epoch = 1
-    those.connect()
-    assert reduced(those, 1)
-  finally:
-    those.close()
-
-
 def test_a_member_in_a_sum_learns_that_its_peer_has_begun_a_later_epoch():
   with members(2) as those:
     late = threading.Thread(target=those.all[1].connect, args=[2, {m: those.all[m].address for m in range(2)}])
@@ -186,24 +134,6 @@ def test_a_member_in_a_sum_learns_that_its_peer_has_begun_a_later_epoch():
     assert connections(those) == before
     those.epoch = 2
     assert reduced(those, 1)
-
-
-def test_an_error_in_the_middle_of_a_call_replaces_the_connections():
-  """For example a signal handler that raises between a system call and the record of its bytes."""
-  with members(2) as those:
-    before = connections(those)
-    with pytest.raises(ZeroDivisionError):
-      those.all[0]._links[1][0]._sock.send(b"bytes that nobody records")
-      those.all[0].reduce("s", {0: _Failing()}, {0: [0], 1: [1]}, np.zeros(9, np.float32))
-    those.connect()
-    assert reduced(those, 1) and connections(those)[0, 1].isdisjoint(before[0, 1])
-
-
-class _Failing:
-  size = 9
-
-  def read(self, start, stop):
-    return 1 // 0
 
 
 def _lost(function, *args):
@@ -241,18 +171,6 @@ def mark(link, epoch):
 
 def connect(exchange, epoch):
   exchange.connect(epoch, {0: "unused", 1: "unused"})
-
-
-def test_an_old_mark_is_discarded():
-  with impostor() as (exchange, peer):
-    mark(peer, 1)
-    mark(peer, 0)
-    peer.send(Kind.STATE_HEADER, 1, 0, 0, memoryview(b'"old"'))
-    mark(peer, 2)
-    peer.send(Kind.STATE_HEADER, 2, 0, 0, memoryview(b'"new"'))
-    connect(exchange, 2)
-    assert exchange.receive_state(1, lambda header: []) == ("new", [])
-    assert peer.skip_to(2)
 
 
 def test_a_newer_mark_ends_the_epoch_and_is_remembered():

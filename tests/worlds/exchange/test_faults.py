@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
 import signal
 import threading
@@ -13,7 +11,7 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import PeerLost, listener, reduction, thread_pool
+from worlds.exchange import PeerLost, listener, reduction
 
 SIZE = 200_000
 HANDSHAKE = listener.ANSWER_BYTES  # bytes that the caller sends before the first frame
@@ -116,76 +114,12 @@ def test_an_interrupt_from_another_thread_ends_a_blocked_call_within_50_ms(block
   assert min(seconds) < 0.05, seconds
 
 
-def test_interrupts_in_mid_reduction_leave_nothing_for_the_next_epoch():
-  shares, dealt = random_shares(3, SIZE), {0: [2], 1: [0], 2: [1]}
-  other = {share: -values for share, values in shares.items()}
-  moments, interrupted = random.Random(0), 0
-  with members(3) as those:
-    start = time.monotonic()
-    those.reduce(shares, dealt)
-    usual = time.monotonic() - start
-    for _ in range(15):
-      victim = those.all[moments.randrange(3)]
-      timer = threading.Timer(moments.uniform(0, usual), victim.interrupt, [those.epoch + 1])
-      timer.start()
-      try:
-        those.reduce(shares, dealt, tag="step")
-      except PeerLost:
-        interrupted += 1
-      timer.join()
-      those.connect()
-      assert all(same_bits(result, sum_in_order(other)) for result in those.reduce(other, dealt, tag="step"))
-  assert interrupted, "no interrupt came in the middle of a reduction"
-
-
-def test_an_interrupt_that_comes_before_connect_is_not_forgotten():
-  with members(2) as those:
-    those.all[0].interrupt(8)
-    error, seconds = caught(lambda: those.all[0].connect(7, {0: "unused", 1: "unused"}))
-    assert error.members == () and seconds < 0.05
-    those.epoch = 7
-    those.connect()
-
-
 def test_connect_names_a_member_that_is_gone_at_once():
   with members(2, connect_seconds=5) as those:
     gone = those.all.pop(0)
     gone.close()
     error, seconds = caught(lambda: those.all[0].connect(2, {0: gone.address, 1: "unused"}))
   assert error.members == (0,) and seconds < 2
-
-
-def test_connect_names_members_that_do_not_call_within_the_time_limit():
-  with members(1, connect_seconds=0.3) as those:
-    error, seconds = caught(lambda: those.all[0].connect(2, {0: "unused", 1: "unused", 2: "unused"}))
-  assert error.members == (1, 2) and 0.25 < seconds < 2
-
-
-def test_a_caller_that_is_early_waits_for_the_epoch():
-  with members(2, connect_seconds=2) as those:
-    early = threading.Thread(target=those.all[1].connect, args=(4, {0: those.all[0].address, 1: "unused"}))
-    early.start()
-    early.join(0.1)
-    those.all[0].connect(4, {0: those.all[0].address, 1: "unused"})
-    early.join(10)
-    assert not early.is_alive()
-    those.epoch = 4
-    shares = random_shares(2, 10)
-    assert all(same_bits(r, sum_in_order(shares)) for r in those.reduce(shares, {0: [0], 1: [1]}))
-
-
-def test_reconnects_leave_no_descriptor_and_no_thread():
-  shares, dealt = random_shares(3, 1000), {0: [0], 1: [1], 2: [2]}
-  with members(3) as those:
-    those.reduce(shares, dealt)
-    before = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for epoch in range(50):
-      if epoch % 5 == 0:  # an epoch that fails in the middle of a call
-        with pytest.raises(ZeroDivisionError):
-          those.call(lambda exchange, member: exchange.receive_state(0, list) if member else 1 // 0)
-      those.connect()
-      those.reduce(shares, dealt)
-    assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
 
 
 def test_a_signal_in_the_callers_thread_leaves_no_thread_that_uses_the_arrays(threads):
@@ -214,29 +148,6 @@ def test_a_signal_in_the_callers_thread_leaves_no_thread_that_uses_the_arrays(th
       assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, dealt))
   finally:
     signal.signal(signal.SIGALRM, before)
-
-
-def test_many_peers_need_few_threads(threads):
-  """16 members in one process; one of them hands out its values slowly, so that all others wait for it."""
-  count, most = 16, []
-
-  class Slow:
-    def __init__(self, values):
-      self.size, self._values = values.size, values
-
-    def read(self, start, stop):
-      most.append(sum(thread.name.startswith("exchange-") for thread in threading.enumerate()))
-      time.sleep(0.01)
-      return self._values[start:stop]
-
-  shares = random_shares(count, SIZE)
-  with members(count) as those:
-    results = those.reduce(shares | {7: Slow(shares[7])}, {member: [member] for member in range(count)})
-    those.reduce(shares, {member: [member] for member in range(count)}, tag="step 2")
-  assert all(same_bits(result, sum_in_order(shares)) for result in results)
-  each = 1 + 2 * thread_pool.ExchangeThreads().pairs * threads  # one listens
-  assert max(most) <= count * each <= count * 9
-  assert not any(thread.name.startswith("exchange-") for thread in threading.enumerate())
 
 
 def test_a_peer_that_does_not_read_for_a_while_is_waited_for():

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.exchange_members import members, same_bits
 
-from worlds.exchange import FlatLayout, HostCopy, Part, plan
+from worlds.exchange import FlatLayout, Part, plan
 
 
 def mesh(first=0):
@@ -63,22 +63,6 @@ def test_a_tree_comes_back_from_its_flat_buffer():
   assert_equal(layout.to_device(flat), values)
 
 
-def test_slices_with_equal_meshes_have_equal_layouts():
-  values, other = tree(seed=1), tree(seed=1, first=4)
-  flat = FlatLayout(values).to_host([Part(values)]).read(0, SIZE).copy()
-  assert_equal(FlatLayout(other).to_device(flat), other)
-
-
-@pytest.mark.parametrize("bucket", [1, 5, 64, SIZE])
-def test_values_can_be_read_in_buckets_and_again(bucket):
-  values = tree()
-  copy = FlatLayout(values).to_host([Part(values)])
-  whole = FlatLayout(values).to_host([Part(values)]).read(0, SIZE)
-  for _ in range(2):
-    found = [copy.read(start, min(SIZE, start + bucket)) for start in range(0, SIZE, bucket)]
-    assert same_bits(np.concatenate(found), whole)
-
-
 def test_the_copy_holds_no_device_array_after_it_was_read():
   values = tree()
   copy = FlatLayout(values).to_host([Part(values)])
@@ -86,15 +70,6 @@ def test_the_copy_holds_no_device_array_after_it_was_read():
   assert isinstance(copy._parts[0], np.ndarray) and not isinstance(copy._parts[-1], np.ndarray)
   copy.read(0, SIZE)
   assert all(isinstance(part, np.ndarray) for part in copy._parts)
-
-
-def test_empty_trees_have_empty_buffers():
-  layout = FlatLayout({})
-  assert layout.size == 0 and layout.to_device(np.zeros(0, np.float32)) == {}
-  copy = layout.to_host([Part({})])
-  assert isinstance(copy, HostCopy) and copy.size == 0
-  with members(2) as those:
-    those.call(lambda exchange, member: exchange.reduce("s", {member: copy}, {0: [0], 1: [1]}, np.zeros(0, np.float32)))
 
 
 def test_other_types_and_other_shardings_are_refused():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import hypothesis
 import numpy as np
@@ -57,14 +56,6 @@ def test_the_sum_has_the_same_bits_for_every_dealing(group):
         assert all(same_bits(result, expected) for result in results), dealt
         cases += 1
   assert cases == {1: 6, 2: 63, 3: 185, 4: 74}[group]
-
-
-@pytest.mark.parametrize("size", [0, 1, 2, 3, 47, 48, 49, 1000])
-def test_odd_sizes(size):
-  shares = random_shares(4, size)
-  with members(3) as those:
-    results = those.reduce(shares, {0: [1, 3], 1: [0], 2: [2]})
-  assert all(same_bits(result, sum_in_order(shares)) for result in results)
 
 
 @pytest.fixture(scope="module")
@@ -125,14 +116,6 @@ def test_a_whole_group_travels_as_one_piece_and_orphaned_shares_as_one_each():
   assert [after_a_loss.types[first] == whole.dtype for first in (0, 8, 4, 10, 11)] == [True, False, True, False, False]
 
 
-def test_shares_that_are_missing_or_of_an_incomplete_group_are_a_defect_of_the_caller():
-  values = np.ones(5, np.float32)
-  with members(1) as those:
-    for own, dealt in (({0: values, 1: values}, [0, 1, 2]), ({0: values, 2: values}, [0, 2]), ({1: values}, [0, 1])):
-      with pytest.raises(AssertionError, match=r"shares|groups"):
-        those.all[0].reduce("step 1", own, {0: dealt}, np.empty(5, np.float32), group=2)
-
-
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
 def test_special_values_pass(wire):
   special = np.array([np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0] * 20, np.float32)
@@ -187,47 +170,6 @@ def test_a_fast_member_does_not_fill_the_memory_of_a_slow_one(monkeypatch):
   assert 0 < most <= 2 * reduction.WINDOW
 
 
-def test_a_member_without_a_part_of_an_early_bucket_goes_on(monkeypatch):
-  """The last bucket has so few values that one member sums it. It is known first, and many buckets follow."""
-  monkeypatch.setattr(reduction, "WINDOW", 2)
-  shares = random_shares(3, 16 * 3 * 5 + 2)
-  known = [(16 * 3 * 5, 16 * 3 * 5 + 2), (0, 16 * 3 * 5)]
-
-  def reduce(exchange, member):
-    out = np.empty(shares[0].size, np.float32)
-    exchange.reduce("step 1", {member: shares[member]}, {other: [other] for other in range(3)}, out, known=known)
-    return out
-
-  with members(3) as those:
-    assert all(same_bits(result, sum_in_order(shares)) for result in those.call(reduce))
-
-
-def test_the_pieces_of_later_sums_use_the_same_memory(monkeypatch):
-  shares, made = random_shares(3, 16 * 3 * 20), []
-
-  class Block(thread_pool._Block):
-    def __init__(self, size):
-      super().__init__(size)
-      made.append(self)
-
-  monkeypatch.setattr(thread_pool, "_Block", Block)
-  with members(3) as those:
-    for step in range(20):
-      results = those.reduce(shares, {0: [0], 1: [1], 2: [2]}, tag=f"step {step}")
-      assert all(same_bits(result, sum_in_order(shares)) for result in results)
-  # 2,400 pieces came; the first of a bucket waits for the second, and some for the pieces before them.
-  assert 3 <= len(made) <= 3 * 2 * 2 * reduction.WINDOW
-
-
-def test_only_memory_that_was_taken_is_taken_again():
-  memory, own = thread_pool.BufferPool(), np.frombuffer(bytearray(1 << 20), np.float32)
-  taken = memory.acquire(1 << 18, own.dtype)
-  for array in (own, own[:8], np.ones(1 << 18, np.float32), memory.acquire(1 << 19, own.dtype), taken):
-    memory.release(array)
-  assert np.shares_memory(memory.acquire(100, own.dtype), taken)
-  assert not any(np.shares_memory(memory.acquire(100, own.dtype), array) for array in (own, taken))
-
-
 @pytest.mark.parametrize("change", ["tag", "size", "wire", "dealing"])
 def test_members_that_make_different_calls_are_told_so(change):
   shares = random_shares(2, 64)
@@ -243,12 +185,3 @@ def test_members_that_make_different_calls_are_told_so(change):
 
   with members(2) as those, pytest.raises(MismatchedCall, match="same tag, dealing, size, wire type and group"):
     those.call(reduce)
-
-
-def test_a_plan_covers_every_value_once():
-  for size, group in itertools.product((0, 1, 3, 16, 100), (1, 2, 3, 5)):
-    planned = plan.Plan({member: [member] for member in range(group)}, size, "float32")
-    covered = [
-      index for bucket in planned.order for member in range(group) for index in range(*planned.part(bucket, member))
-    ]
-    assert covered == list(range(size))

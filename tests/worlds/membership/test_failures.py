@@ -100,19 +100,6 @@ def test_an_error_that_follows_the_work_ends_the_run_when_it_is_repeated():
   assert run.run.code == FAILED and run.reason == "Without a new step, these members have failed again: 0, 1, 2."
 
 
-def test_an_error_at_another_step_is_another_error():
-  run = Run(members=1)
-  run.now = 1e3
-  run.do(run.run.tick())  # it has waited for the others
-  for _ in range(5):
-    run.commit()
-    run.end(0, FAILED)
-    run.join(0)
-    run.now += 1e3
-    run.do(run.run.tick())
-  assert run.run.code is None
-
-
 @pytest.mark.parametrize(
   ("codes", "elastic", "minimum", "code"),
   [
@@ -133,28 +120,6 @@ def test_failures_at_the_start_end_the_run_if_no_member_is_left_to_work(codes, e
       run.do(run.run.hello(member, 0, 1, ""))
       run.end(member, one)
   assert run.run.code == code
-
-
-def test_a_start_does_not_wait_for_a_member_that_fails_again_and_again():
-  run = Run(members=2)
-  assert run.run.phase == "gathering"
-  run.end(2, KILLED)
-  run.do(run.run.tick())
-  assert run.run.phase == "gathering"
-  run.end(2, KILLED)
-  run.do(run.run.tick())
-  assert run.run.active == {0, 1}
-
-
-def test_wrong_input_is_reported_by_one_process_although_all_of_them_find_it():
-  """The others wait for the end of the run before they print anything."""
-  run = Run(members=0)
-  for member in range(3):
-    run.do(run.run.hello(member, 0, 1, ""))
-  for member in range(3):
-    assert run.run.finished(member, BAD_INPUT) == []
-  run.end(0, BAD_INPUT)
-  assert run.run.code == BAD_INPUT
 
 
 @pytest.mark.parametrize(("code", "ends"), [(BAD_INPUT, True), (KILLED, False)])
@@ -187,29 +152,6 @@ def test_attempts_of_a_run_that_needs_all_members_are_limited():
   assert run.run.failures.attempt == 3 and run.run.code is None
   run.end(2, KILLED)
   assert run.run.code == FAILED and "elastic_max_retries=3: so many" in run.reason
-
-
-def test_losses_that_leave_members_which_compute_are_no_failed_attempts():
-  run = Run(attempts=2)
-  run.commit()
-  lose_and_return(run, [1, 2] * 20, 1)  # member 0 computes all the time
-  assert run.run.failures.attempt == 1 and run.run.code is None
-  run.end(0, KILLED)
-  assert run.run.failures.attempt == 2  # all that computed at the start have been lost
-  run.join(0)
-  run.commit(2)
-  lose_and_return(run, [1], 1)
-  run.end(2, KILLED)
-  assert run.run.code == FAILED
-
-
-def test_members_that_are_all_killed_at_once_are_one_failed_attempt():
-  for minimum in (1, 3):
-    run = Run(minimum=minimum)
-    run.commit()
-    for member in range(3):
-      run.end(member, KILLED)
-    assert run.run.failures.attempt == 2 and run.run.phase == "gathering"
 
 
 def test_a_leader_that_dies_again_and_again_ends_the_run():

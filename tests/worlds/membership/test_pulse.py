@@ -8,7 +8,6 @@ import pytest
 
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Kill
-from worlds.membership.pulse import Pulse
 from worlds.membership.rules import RunRules
 
 
@@ -101,16 +100,6 @@ def test_a_member_that_is_stopped_while_the_run_starts_is_noticed_soon(is_ready)
   assert dead == [2] and 30.0 < time.now < 30.3
 
 
-def test_slow_steps_have_a_higher_limit():
-  time = Time()
-  pulse = Pulse(time, hang_seconds=5.0, start_seconds=300.0)
-  assert pulse.limit == 300.0
-  for _ in range(10):
-    time.now += 4.0
-    pulse.committed(is_step=True)
-  assert pulse.limit == 12.0
-
-
 def all_compute(run: Coordinator, time: Time, seconds: float) -> list[Kill]:
   """All members have computed and live, and nobody has the sums for so long. Returns who was ended."""
   found = []
@@ -179,34 +168,6 @@ def test_of_members_that_cannot_connect_one_goes_and_returns_after_a_growing_pau
     assert killed.member == blamed
 
 
-def test_a_run_that_holds_takes_a_member_back_when_its_pause_is_over():
-  time = Time()
-  run = running(time)
-  run._minimum = 3
-  run.broken(2, run.epoch, [0])
-  time.now += 1.1
-  assert killed(run) == [2]
-  run.lost(2, "not reached")
-  run.hello(2, 0, 1, "address")
-  run.ready(2, 0, 0)
-  assert run.phase == "holding"
-  time.now += 31.0
-  for member in range(3):
-    run.pulse.beat(member, 0)
-  run.tick()
-  assert run.phase == "running" and run.active == {0, 1, 2}
-
-
-def test_reports_of_other_epochs_and_of_members_without_a_part_blame_nobody():
-  time = Time()
-  run = running(time)
-  run.broken(1, run.epoch - 1, [0])
-  run.broken(7, run.epoch, [0])
-  run.broken(1, run.epoch, [1])
-  time.now += 1.1
-  assert killed(run) == []
-
-
 def joined(run: Coordinator, time: Time, first_seconds: float) -> None:
   """Member 3 takes the place of member 2, which is lost. The first computations of the run took `first_seconds`."""
   run.pulse._longest_first = first_seconds
@@ -232,29 +193,6 @@ def test_a_first_computation_that_hangs_has_the_limit_of_those_that_the_run_has_
   assert dead == [3] and limit < time.now - 10.0 < limit + 0.3
 
 
-def test_a_first_computation_that_is_slow_and_healthy_is_waited_for():
-  time = Time()
-  run = running(time)
-  joined(run, time, 4.0)
-  assert first_killed(run, time, (0, 1, 3)) == []  # in 10 s, twice the limit of a usual computation
-  run.computed(3, run.epoch, 10.0)
-  assert run.pulse._longest_first == pytest.approx(10.0)
-
-
-def test_the_first_computation_is_measured_without_the_start_before_it():
-  """Member 0 waits for the state for 20 s, and then computes for 2 s. Member 1 computes for 3 s."""
-  time = Time()
-  pulse = Pulse(time, hang_seconds=5.0, start_seconds=300.0)
-  pulse.begin_epoch()
-  time.now = 3.0
-  pulse.computed(1, 3.0)
-  time.now = 20.0
-  pulse.beat(0, 0, "restore and compilation")
-  time.now = 22.0
-  pulse.computed(0, 2.0)
-  assert pulse._longest_first == 3.0
-
-
 def test_a_member_that_saves_is_waited_for_and_then_has_time_to_compute():
   """It saves for 60 s, while the others have computed. It hangs if it then computes for more than 5 s."""
   time = Time()
@@ -269,19 +207,3 @@ def test_a_member_that_saves_is_waited_for_and_then_has_time_to_compute():
   saved = time.now
   dead = first_killed(run, time, range(3))
   assert dead == [1] and 5.0 < time.now - saved < 5.3
-
-
-def test_an_exchange_that_waits_for_a_member_that_prints_is_waited_for():
-  """It has computed, and a terminal that is stopped holds up its print for a minute."""
-  time = Time()
-  run = running(time)
-  epoch = run.epoch
-  for member in range(3):
-    run.computed(member, epoch, 0.5)
-  for _ in range(600):
-    time.now += 0.1
-    for member in range(3):
-      run.pulse.beat(member, 0, "printing" if member == 1 else "")
-    assert run.tick() == []
-  assert all_compute(run, time, 5.8) == [] and run.epoch == epoch
-  assert all_compute(run, time, 0.4) == [] and run.epoch == epoch + 1

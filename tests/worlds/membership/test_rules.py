@@ -35,12 +35,6 @@ def test_rules_of_a_configuration(keys, minimum, shares):
   assert RunRules(**json.loads(json.dumps(dataclasses.asdict(rules)))) == rules
 
 
-@pytest.mark.parametrize(("elastic", "factor"), [("true", 1.5), ("false", 0.0)])
-def test_a_run_that_is_not_elastic_replaces_no_slow_member(elastic, factor):
-  keys = [f"elastic_enabled={elastic}", "elastic_slow_factor=1.5"]
-  assert run_rules(resolve(load([*KEYS, *keys, "max_target_length=16"]))).slow_factor == factor
-
-
 def training(rules: RunRules, members: int) -> Coordinator:
   """A run that trains."""
   run = Coordinator(rules, run_id="id", expected=members)

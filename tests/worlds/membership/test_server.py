@@ -17,7 +17,7 @@ from worlds.membership import server as server_lib
 from worlds.membership import wire
 from worlds.membership.client import Membership, SupervisorLost
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.messages import from_ranges, message
+from worlds.membership.messages import message
 from worlds.membership.rules import RunRules
 from worlds.membership.server import Server
 from worlds.place import Place
@@ -120,8 +120,6 @@ def run():
 
 GARBAGE = {
   "bytes": (b"GET / HTTP/1.1\r\n" + b"x" * 64, "does not have the token"),
-  "zeros": (bytes(64), "does not have the token"),
-  "half": (b"x" * 40, "did not finish the handshake"),
   "nothing": (b"", "did not finish the handshake"),
 }
 
@@ -159,18 +157,6 @@ def test_the_wrong_token_is_refused_on_both_sides(run):
     with pytest.raises(wire.WireError, match="does not have the token"):
       wire.connect(f"127.0.0.1:{listener.getsockname()[1]}", TOKEN)
     thread.join()
-
-
-def test_a_member_gets_in_before_strangers_that_hold_all_places_time_out(run):
-  strangers = [run.connect() for _ in range(server_lib._MAX_STRANGERS + 20)]
-  began = time.monotonic()
-  run.members.append(run.join(2))
-  expect(run.members[-1], "welcome")
-  assert time.monotonic() - began < wire.HANDSHAKE_SECONDS / 2  # a second of it passes on a machine that is very busy
-  for sock in strangers:
-    sock.close()
-  run.members.pop().close()
-  run.logged("did not finish the handshake")
 
 
 @pytest.mark.parametrize("knows_token", [False, True])
@@ -266,18 +252,11 @@ BROKEN_FRAMES = {
 }
 BAD_BODIES = {
   "not JSON": (b"not JSON", "not JSON"),
-  "not text": (b"\xff\xfe", "not JSON"),
-  "nested": (b"[" * 100_000, "not JSON"),
-  "a list": (b"[]", "not an object"),
   "no kind": (b"{}", "unknown kind None"),
-  "kind of a wrong type": (b'{"kind": ["beat"]}', "unknown kind"),
   "unknown kind": (b'{"kind": "promote"}', "unknown kind 'promote'"),
-  "a supervisor's kind": (b'{"kind": "end", "code": 0, "reason": ""}', "unknown kind 'end'"),
   "second hello": (b'{"kind": "hello", "member": 0, "lane": 0, "lanes": 1, "address": ""}', "a second 'hello'"),
   "missing field": (b'{"kind": "ready"}', "newest=None"),
-  "text for a number": (b'{"kind": "ready", "newest": "0"}', "newest='0'"),
   "infinity": (b'{"kind": "ready", "newest": Infinity}', "newest=inf"),
-  "true for a number": (b'{"kind": "finished", "code": true}', "code=True"),
   "no round": (b'{"kind": "done", "epoch": 1, "round": "step x", "checksum": 0}', "invalid literal"),
 }
 
@@ -303,9 +282,7 @@ def test_a_member_that_breaks_the_protocol_is_dropped_and_the_others_go_on(run, 
 
 BAD_HELLOS = {
   "no hello": (message("ready", newest=0, holds=False), "did not say hello"),
-  "negative": (message("hello", member=-1, lane=0, lanes=1, address=""), "member -1"),
   "lane": (message("hello", member=2, lane=1, lanes=1, address=""), "lane 1 of 1"),
-  "type": (message("hello", member="2", lane=0, lanes=1, address=""), "member='2'"),
   "second process": (message("hello", member=1, lane=0, lanes=1, address="elsewhere"), "has a connection already"),
   "other lanes": (message("hello", member=1, lane=1, lanes=2, address="elsewhere"), "has 2 lanes"),
 }
@@ -352,7 +329,7 @@ def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
   run.commits("step 1")
 
 
-@pytest.mark.parametrize("body", [b"garbage", b"[]", b'{"kind": "obey"}', b'{"kind": "world", "epoch": "1"}'])
+@pytest.mark.parametrize("body", [b"garbage", b'{"kind": "world", "epoch": "1"}'])
 def test_a_supervisor_that_sends_garbage_counts_as_lost(run, body):
   member, lost = run.members[0], []
   member.watch(busy=str, noticed=bool, lost=lambda: lost.append("noticed"))
@@ -409,46 +386,3 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
   assert number > 10 and longest < 1.0
   run.logged("Member 2 does not read its messages")
   deaf.close()
-
-
-def test_a_thousand_strangers_cause_few_lines(run):
-  before = run.state()
-  for _ in range(1000):
-    with run.connect() as sock, contextlib.suppress(OSError):
-      sock.sendall(bytes(64))
-      sock.recv(4096)
-  run.logged("left out for a minute")
-  assert len(run.lines) < 20 and run.state() == before
-  run.commits("step 1")
-
-
-def test_two_hundred_thousand_shares_fit_into_the_default_buffer(monkeypatch):
-  monkeypatch.setattr(wire, "_SEND_BUFFER_BYTES", 212_992)  # net.core.wmem_max of Linux
-  run = Run(shares=200_000)
-  for world in run.worlds:
-    assert len(json.dumps(world)) < 1000
-    assert sorted(sum(map(from_ranges, world["ranges"].values()), ())) == list(range(200_000))
-  run.members.pop().close()
-  assert from_ranges(expect(run.members[0], "world")["ranges"]["0"]) == tuple(range(200_000))
-  run.members.pop().close()
-  run.server.close()
-
-
-def test_a_side_that_asks_thousands_of_times_is_no_error():
-  ours, theirs = socket.socketpair()
-  receiver = wire.Channel(ours, b"key", serves=False)
-  sender = wire.Channel(theirs, b"key", serves=True)
-  question = wire.encode(wire._QUESTION)
-
-  def send() -> None:
-    for _ in range(5000):
-      with contextlib.suppress(BlockingIOError):
-        sender.send(question)
-    theirs.close()
-
-  theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
-  thread = threading.Thread(target=send)
-  thread.start()
-  thread.join()
-  assert receiver.receive() is None
-  ours.close()

@@ -12,7 +12,6 @@ from worlds.membership.dealing import deal
 from worlds.membership.effects import Effect, Effects, Kill, Note, Send
 from worlds.membership.messages import slow_line
 from worlds.membership.rules import RunRules
-from worlds.membership.speeds import Speeds
 
 
 class Steps:
@@ -76,11 +75,6 @@ def test_a_slow_member_is_named_within_twenty_steps_and_its_shares_move_and_retu
   assert usual <= 170 and steps.numbers == [8] * 8
 
 
-def test_noise_moves_nothing():
-  steps, noise = Steps(), random.Random(0)
-  assert steps.notes(500, noise) == [] and steps.run.epoch == 2
-
-
 def test_members_that_get_another_speed_all_the_time_move_shares_once_in_twenty_steps():
   steps, moves = Steps(), []
   for number in range(300):
@@ -116,30 +110,6 @@ def test_a_slow_member_that_starts_again_on_the_same_host_is_still_slow(host, nu
   assert steps.numbers == [8] * 8
 
 
-def test_two_members_are_slow_and_one_recovers_and_slows_again():
-  steps, noise = Steps(), random.Random(0)
-  steps.factors |= {2: 2.0, 5: 1.3}
-  named = [text for _, text in steps.notes(40, noise) if text.startswith("Slice")]
-  assert [text.split()[1] for text in named] == ["2", "5", "5"]
-  assert named[1].endswith("8 of 8 shares.") and named[2].endswith("7 of 8 shares."), "they move 20 steps later"
-  assert steps.numbers[2] == 4 and steps.numbers[5] in (6, 7) and max(steps.numbers) == 9
-  steps.factors[2] = 1.0
-  assert [text.split()[1] for _, text in steps.notes(40, noise)] == ["2"]  # nothing moves: no step would be shorter
-  steps.factors[5] = 1.0
-  steps.notes(40, noise)
-  assert steps.numbers == [8] * 8
-  steps.factors[2] = 2.0
-  assert [text.split()[1] for _, text in steps.notes(20, noise)] == ["2", "move"] and steps.numbers[2] == 4
-
-
-@pytest.mark.parametrize("members", [2, 4])
-def test_half_of_the_members_may_be_slow(members):
-  speeds, dealt = Speeds(), deal(8 * members, range(members), 8)
-  seconds = {member: 8.0 * (1 + (member < members // 2)) for member in range(members)}
-  changed = [slow for step in range(1, 17) for slow in speeds.computed(step, seconds, dealt)]
-  assert [(slow.member, slow.factor) for slow in changed] == [(member, 2.0) for member in range(members // 2)]
-
-
 def test_no_whole_shares_make_a_shorter_step():
   """The least time in which the members can compute all shares: docs/elastic.md has the figures of eight members."""
   for shares, factor, end in ((8, 1.3, 9), (16, 1.3, 17), (8, 2.0, 9), (8, 1.1, 8.8)):
@@ -166,22 +136,6 @@ def test_a_slow_member_is_replaced_if_a_spare_waits(waits):
     assert steps.numbers == [8] * 8
 
 
-def test_a_share_of_milliseconds_is_no_measure():
-  speeds, dealt = Speeds(), deal(8, list(range(8)), 1)
-  for step in range(1, 40):
-    assert speeds.computed(step, {member: 0.001 * (1 + member) for member in range(8)}, dealt) == []
-
-
-def test_the_members_are_told_what_the_log_says():
-  steps = Steps()
-  steps.factors[3] = 2.0
-  told = [effect.message for _ in range(20) for effect in steps.do() if isinstance(effect, Send)]
-  slow = [message for message in told if message["kind"] == "slow"]
-  assert len(slow) == 8 and slow[0] == {
-    "kind": "slow", "member": 3, "factor": 2.0, "since": 1, "shares": 4, "of": 8
-  }  # fmt: skip
-
-
 def test_a_commit_says_whether_an_epoch_follows():
   """A member that began to compute before it knows of the epoch would hold up all others."""
   steps = Steps()
@@ -190,15 +144,6 @@ def test_a_commit_says_whether_an_epoch_follows():
   steps.run.lost(5, "killed")
   steps.joins(5)
   assert commits() == {True} and commits() == {False}
-
-
-def test_a_member_that_has_left_is_not_judged():
-  steps = Steps()
-  steps.notes(20)
-  steps.run.leave(2)
-  steps.notes(1)  # it may save for long before its connection ends
-  steps.factors = dict.fromkeys(range(9), 0.7)
-  assert 2 not in steps.run.active and all("Slice 2" not in text for _, text in steps.notes(60))
 
 
 def test_a_round_under_way_keeps_the_shares_that_members_may_have_computed():
@@ -216,15 +161,6 @@ def test_a_round_under_way_keeps_the_shares_that_members_may_have_computed():
   assert steps.numbers[3] == 4
 
 
-def test_a_slow_member_stays_while_a_place_is_free():
-  steps = Steps(slow_factor=1.5)
-  steps.factors[3] = 2.0
-  steps.notes(70)
-  steps.run.lost(5, "killed")
-  steps.joins(5)
-  assert not [effect for effect in steps.do() if isinstance(effect, Kill)]
-
-
 def test_a_member_that_has_just_become_fast_again_is_not_replaced():
   steps = Steps(slow_factor=1.5)
   steps.joins(8)
@@ -233,37 +169,3 @@ def test_a_member_that_has_just_become_fast_again_is_not_replaced():
   steps.factors[3] = 1.0
   effects += [effect for _ in range(30) for effect in steps.do()]
   assert not [effect for effect in effects if isinstance(effect, Kill)]
-
-
-def test_a_slow_member_is_not_replaced_by_a_spare_that_was_as_slow():
-  steps = Steps(slow_factor=1.5)
-  kills = lambda count: {effect.member for _ in range(count) for effect in steps.do() if isinstance(effect, Kill)}
-  steps.joins(8)
-  steps.factors[3] = 2.0
-  assert kills(65) == {3}
-  steps.run.lost(3, "slow")
-  steps.joins(3)
-  steps.factors |= {5: 2.0, 9: 1.0}
-  assert kills(100) == set(), "member 3 waits, and is as slow"
-  steps.joins(9)
-  assert kills(1) == {5}
-  steps.run.lost(5, "slow")
-  assert 9 in steps.run.active and 3 not in steps.run.active
-
-
-def test_a_slow_member_is_named_again_if_what_was_said_of_it_has_changed():
-  steps = Steps()
-  said = lambda count: [text.partition(" share in ")[2] for _, text in steps.notes(count) if "Slice 3" in text]
-  steps.notes(1)
-  steps.run._dealing.speeds.dealt()  # shares do not move in the next steps
-  steps.factors[3] = 1.3
-  assert said(40) == [f"1.30 times the median since step 2. It has {number} of 8 shares." for number in (8, 6)]
-  steps.factors[3] = 2.0
-  assert said(40) == ["2.00 times the median since step 2. It has 4 of 8 shares."]
-  steps.run.lost(3, "killed")
-  steps.joins(3)
-  assert said(40) == ["2.00 times the median since step 2. It has 4 of 8 shares."]
-  steps.factors[3] = 1.0
-  steps.notes(40)
-  steps.factors[3] = 2.0
-  assert said(40) == ["2.00 times the median since step 162. It has 4 of 8 shares."]

@@ -93,17 +93,6 @@ def test_slices_that_are_unlike_are_refused():
   assert (refusal.member, refusal.message["kind"], refusal.message["code"]) == (2, "end", 2) and run.phase == "running"
 
 
-def test_the_alarm_of_a_wrong_primary_reaches_the_next_primary():
-  run, _ = start("chip", "chip", "chip")
-  for member in range(3):
-    run.witnessed(member, run.epoch, WRONG if member == 0 else RIGHT)
-    effects = run.done(member, 0, run.epoch, "step 1", 0)
-  alarms = [effect.message for effect in effects if isinstance(effect, Send)]
-  assert [(one["kind"], one["primary"], one["members"]) for one in alarms] == [("alarm", 1, [0])] * 3
-  run.lost(0, "wrong")
-  assert run.primary == 1
-
-
 def test_a_member_with_wrong_sums_is_refused_when_it_returns_and_never_started():
   run, _ = start("chip", "chip", "chip")
   for member in range(3):

@@ -1,6 +1,6 @@
 """A toy training run that resumes by itself, and a server that starts many of them without importing JAX each time.
 
-`python -m tests.support.checkpoint_run` reads lines "folder steps" and for each forks a process that does the run; it
+`python -m tests.checkpoint.kill_run` reads lines "folder steps" and for each forks a process that does the run; it
 prints "started PID", and "ended STATUS" when that process has ended. JAX is imported before the fork and used after it.
 """
 

@@ -25,7 +25,8 @@ PACKAGES = {
 
 # From the bottom up. A part may import parts of lower rows, not of its own row.
 CORE = (
-  {"process", "world"},
+  {"world"},
+  {"process"},
   {"config"},
   {"observe"},
   {"parallel", "cluster"},

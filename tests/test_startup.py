@@ -21,7 +21,7 @@ from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.elastic import retry
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from trainer.run.session import Session
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
@@ -92,13 +92,10 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
     raise error
 
   lines = []
-  log = SimpleNamespace()
-  data = SimpleNamespace(tokens_per_step=1)
-  parts = {"events": None, "log": log, "programs": None, "preemption": None}
-  session = SimpleNamespace(data=data, state_bytes=1, units_per_slice=1, **parts)
   monkeypatch.setattr(retry, "elastic_retry", fail)
-  cluster = SimpleNamespace(coordination=SimpleNamespace(is_reported=lambda: False))
-  assert app._train(Config(), session, cluster, lines.append).code == code
+  cluster = SimpleNamespace(is_reported=lambda: False)
+  session = SimpleNamespace(config=Config(), cluster=cluster, elastic=None, stop=None)
+  assert app._train(session, lines.append).code == code
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 
@@ -133,8 +130,8 @@ def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(tu
   session = SimpleNamespace(
     attempts=0,
     was_ready=True,
-    cluster=SimpleNamespace(coordination=SimpleNamespace(is_primary=True)),
-    signals=Signals(),
+    cluster=SimpleNamespace(is_primary=True),
+    stop=Stop(),
     started=0.0,
     events=nothing,
     watchdog=nothing,
@@ -145,16 +142,16 @@ def test_the_garbage_collector_is_off_no_longer_than_the_first_attempt_starts(tu
     Session.begin(session)
     assert not gc.isenabled()
     if turns_it_on == "ready":
-      Session.ready(session, Config(), 0)
+      Session.ready(session, 0)
       frozen = gc.get_freeze_count()
       assert frozen
       gc.disable()
       kept = [[i] for i in range(1000)]
-      Session.ready(session, Config(), 0)
+      Session.ready(session, 0)
       assert kept and gc.get_freeze_count() <= frozen  # a program had frozen what it has: it can still thaw just that
     else:
       Session.begin(session)
-      Session.ready(session, Config(), 0)
+      Session.ready(session, 0)
       assert not gc.get_freeze_count()  # objects of the lost attempt can still be collected
     assert gc.isenabled()
   finally:

@@ -30,7 +30,7 @@ from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.faults import Fault, RandomFaults, parse
 from trainer.config.schema import ClusterSection
-from trainer.elastic import hang
+from trainer.elastic import wait
 from trainer.elastic.faults import draw
 from trainer.run.session import Session
 
@@ -151,7 +151,7 @@ def opened(folder: Path, kind: str, seeds: range, keys: Sequence[str]) -> Iterat
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", NUM_SLICES)
   harness = Harness(folder, **({"make_cluster": stand_in.make_cluster} if stand_in else {}))
-  with mock.patch.object(hang, "CHECK_SECONDS", CHECK_SECONDS):
+  with mock.patch.object(wait, "CHECK_SECONDS", CHECK_SECONDS):
     if stand_in:
       warm(harness, seeds, keys)
     undisturbed = run(harness, "undisturbed", "", fixed_mesh=True, keys=keys)

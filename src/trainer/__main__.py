@@ -10,14 +10,14 @@ from typing import NoReturn
 
 import trainer
 from trainer import app, commands, defaults
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from worlds.exit_codes import BAD_INPUT, COMPLETE, INTERRUPTED
 
 
-def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
+def main(argv: list[str] | None = None, stop: Stop | None = None) -> int:
   """Runs the command and returns its exit code. Imports slow modules late, so that a signal finds its handler.
 
-  argv: default: the arguments of the process. signals: the handlers of the process, which listen already; None: the
+  argv: default: the arguments of the process. stop: the handlers of the process, which listen already; None: the
   process keeps the handlers that it has.
   """
   from input_pipeline.storage import StorageError
@@ -46,13 +46,13 @@ def main(argv: list[str] | None = None, signals: Signals | None = None) -> int:
     if "--print-config" in arguments:
       log.to_stdout(cli.print_config(config, origins).removesuffix("\n"))
       return COMPLETE
-    return app.run(config, defaults.extensions, signals or Signals(), started, origins).code
+    return app.run(config, defaults.extensions, stop or Stop(), started, origins).code
   except (ConfigError, StorageError, KeyboardInterrupt) as error:  # before there is a log, or once it is closed
     return commands.print_error(error)
 
 
 def _runtime_is_busy() -> bool:
-  """Whether a thread waits in the runtime, perhaps for a slice that hangs, or compiles (elastic/hang.py,
+  """Whether a thread waits in the runtime, perhaps for a slice that hangs, or compiles (elastic/wait.py,
   cluster/health.py, checkpoint/snapshot.py and elastic/program_cache.py start such threads). The interpreter's end
   would abort the process, or wait for XLA."""
   names = ("wait for ", "health-", "snapshot-", "compile next topologies")
@@ -61,10 +61,10 @@ def _runtime_is_busy() -> bool:
 
 def command() -> NoReturn:
   """Runs the command and ends the process, even if background threads still compute."""
-  signals = Signals()
-  signals.listen()
-  code = main(signals=signals)
-  signals.ignore()
+  stop = Stop()
+  stop.listen()
+  code = main(stop=stop)
+  stop.ignore()
   writers = sys.modules.get("trainer.services.background_writer")
   # wandb would wait at the interpreter's end for a server that does not answer.
   writing = writers is not None and writers.has_pending()

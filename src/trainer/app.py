@@ -13,7 +13,7 @@ import traceback
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from worlds.exit_codes import BAD_INPUT, COMPLETE, FAILED, INTERRUPTED, PREEMPTED
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 def run(
   config: Config,
   extensions: Callable[[], Extensions],
-  signals: Signals,
+  stop: Stop,
   started: float,
   origins: Mapping[str, str] = MappingProxyType({}),
   overrides: LibraryOverrides | None = None,
@@ -75,20 +75,20 @@ def run(
         run_data.check(config)
       config, cluster = _start_cluster(config)
       stack.callback(cluster.stop)
-      is_reported = cluster.coordination.is_reported
+      is_reported = cluster.is_reported
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       config, origins, note = _with_remat_policy(config, origins, cluster, added)
-      session = stack.enter_context(session_lib.open_session(config, cluster, signals, started, origins, added))
+      session = stack.enter_context(session_lib.open_session(config, cluster, stop, started, origins, added))
     except (ConfigError, CheckpointError, RunEnded, WorkerLost, StandinLost, OSError) as error:
       return _not_opened(error, is_reported, tell)
     if note:
       session.log.line(note)
-    result = _train(config, session, cluster, session.log.record if overrides else session.log.error)
-    signals.ending(result.code)
-    session.finish(config, result.code, is_command=overrides is None)
+    result = _train(session, session.log.record if overrides else session.log.error)
+    stop.ending(result.code)
+    session.finish(result.code, is_command=overrides is None)
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
-      cluster.coordination.finished(result.code)
+      cluster.finished(result.code)
   return result
 
 
@@ -152,7 +152,7 @@ def _with_remat_policy(
   return config, {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}, note
 
 
-def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[str], None]) -> Ended:
+def _train(session: Session, tell: Callable[[str], None]) -> Ended:
   """Runs attempts until the run is complete, must stop or fails. tell: gets what ended the run."""
   import functools
 
@@ -161,17 +161,14 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
   from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
   from trainer.config import ConfigError
   from trainer.elastic import retry
-  from trainer.elastic.elastic_run import Job
   from trainer.process import runtime_errors
   from trainer.run.step_records import TrainingDiverged
   from worlds.membership.client import SupervisorLost
   from worlds.peers import RunEnded
 
-  job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
-  attempt = functools.partial(train.run, config, session)
-  noticed = lambda: session.preemption.noticed
+  cluster, attempt = session.cluster, functools.partial(train.run, session)
   try:
-    outcome = retry.elastic_retry(attempt, session, config.elastic, job=job, stop=noticed)
+    outcome = retry.elastic_retry(attempt, session.elastic, stop=lambda: session.stop.noticed)
     return Ended(COMPLETE if outcome.kind == "complete" else PREEMPTED)
   except SupervisorLost:  # before this process had a state
     tell("error: the supervisor is lost; this process has nothing to save.")
@@ -181,23 +178,25 @@ def _train(config: Config, session: Session, cluster: Cluster, tell: Callable[[s
       tell(f"error: {ended}")
     return Ended(ended.code, ended)
   except (ConfigError, ConfigMismatch) as error:
-    if not cluster.coordination.is_reported():
+    if not cluster.is_reported():
       tell(f"error: {error}")
     return Ended(BAD_INPUT, error)
   except TrainingDiverged as error:  # on every slice alike: one traceback is enough
-    tell(traceback.format_exc() if cluster.coordination.is_primary else f"error: {error}")
-    cluster.coordination.finished(FAILED)
+    tell(traceback.format_exc() if cluster.is_primary else f"error: {error}")
+    cluster.finished(FAILED)
     return Ended(FAILED, error)
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     # Storage has failed, which its message says: a traceback would only hide it.
     told = isinstance(error, CheckpointError) or (isinstance(error, OSError) and storage.failure(error) is not None)
     tell(f"error: {error}" if told else traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
-      cluster.coordination.finished(FAILED)
+      cluster.finished(FAILED)
     if advice := runtime_errors.advice(error):
       tell(f"error: {advice}")
     return Ended(FAILED, error)
   except KeyboardInterrupt as error:
-    again = "goes on from the last checkpoint" if config.checkpoint.enable_checkpointing else "starts from step 0"
+    again = (
+      "goes on from the last checkpoint" if session.config.checkpoint.enable_checkpointing else "starts from step 0"
+    )
     session.log.line(f"Interrupted: the same command {again}.")
     return Ended(INTERRUPTED, error)

@@ -80,14 +80,14 @@ class Run:
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
       raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")
     from trainer import app, defaults
-    from trainer.process.signals import Signals
+    from trainer.process.stop import Stop
     from trainer.program.optimizers import UserOptimizer
     from trainer.run.session import LibraryOverrides
     from worlds.exit_codes import COMPLETE, PREEMPTED
 
     with _process_kept():
       overrides = LibraryOverrides(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
-      ended = app.run(self.config, defaults.extensions, Signals(), time.monotonic(), overrides=overrides)
+      ended = app.run(self.config, defaults.extensions, Stop(), time.monotonic(), overrides=overrides)
     if ended.error is not None and ended.code not in (COMPLETE, PREEMPTED):
       raise ended.error
     return ended.code == COMPLETE

@@ -20,11 +20,10 @@ import functools
 import jax
 
 from trainer.cluster import View
-from trainer.cluster.coordination import WithPeers
-from trainer.config.schema import Config
+from trainer.cluster.multiprocess import MultiprocessCluster
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.drivers.one_controller import OneController
-from trainer.elastic.elastic_run import ElasticRun, Outcome
+from trainer.elastic.elastic_run import Outcome
 from trainer.program.state import TrainState
 from trainer.run import after_step
 from trainer.run.after_step import Due
@@ -33,7 +32,7 @@ from trainer.run.driver import Driver, Start
 from trainer.run.session import Session
 
 
-def run(config: Config, session: Session, elastic: ElasticRun, view: View, survivors: frozenset[int]) -> Outcome:
+def run(session: Session, view: View, survivors: frozenset[int]) -> Outcome:
   """Trains on the slices of `view` from the newest good state. Returns how the attempt ended.
 
   survivors: slices whose host memory has outlived the previous attempt. Raises TrainingDiverged, DataError,
@@ -42,12 +41,12 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
   session.begin()
   with contextlib.ExitStack() as stack:
     with session.watchdog.during("restore and compilation"):
-      attempt = Attempt(config, session, elastic, view, survivors, stack, _driver)
+      attempt = Attempt(session, view, survivors, stack, _driver)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
       attempt.save_restored(start, None)
       return Outcome("preempted", start.step)
-    session.ready(config, start.step)
+    session.ready(start.step)
     try:
       outcome, state = _train(attempt, start)
     except attempt.driver.coordination_errors:
@@ -63,11 +62,10 @@ def run(config: Config, session: Session, elastic: ElasticRun, view: View, survi
 
 def _driver(attempt: Attempt) -> Driver:
   """One program on all slices; or, if slices are worlds of their own, the part of this process's slice."""
-  coordination = attempt.session.cluster.coordination
-  shared = attempt.config, attempt.session, attempt.elastic, attempt.view, attempt.program
-  if isinstance(coordination, WithPeers):
-    return ManyWorlds(*shared, coordination.peers, attempt.tiers)
-  return OneController(*shared, attempt.guard)
+  cluster, shared = attempt.session.cluster, (attempt.session, attempt.view, attempt.program)
+  if isinstance(cluster, MultiprocessCluster):
+    return ManyWorlds(*shared, cluster.peers, attempt.tiers)
+  return OneController(*shared, attempt.wait)
 
 
 def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
@@ -97,7 +95,7 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
   first, steps = step, attempt.config.run.steps
   while step < steps:
     computed = functools.partial(jax.block_until_ready, state)
-    wait = functools.partial(driver.call, computed, f"the profile before step {step + 1}")
+    wait = functools.partial(attempt.wait.call, computed, f"the profile before step {step + 1}")
     attempt.profiler.before_step(step - first, wait)
     step += 1
     state, metrics = driver.step(state, step)
@@ -108,7 +106,7 @@ def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, Trai
     tiers.completed(step)
     due = Due(
       last=step == steps and not driver.leaves(),
-      stop=attempt.session.preemption.requested(step),
+      stop=attempt.session.stop.requested(step),
       resize=driver.resize_due(step),
       evaluation=attempt.evaluation_due(step),
       checkpoint=tiers.due(step),

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import NoReturn
 
 from worlds.exit_codes import INTERRUPTED, PREEMPTED
 
@@ -72,3 +73,14 @@ def handled(signalled: Handler, failed: Callable[[], None]) -> Iterator[None]:
     threading.excepthook = hook
     for number, handler in handlers.items():
       signal.signal(number, signal.SIG_IGN if handler is end_before_start else handler)
+
+
+def run_launcher(main: Callable[[], int]) -> NoReturn:
+  """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
+  Ctrl-C and requests to end end the process at once: it has started nothing yet."""
+  for number in (*requests(), signal.SIGINT):
+    signal.signal(number, end_before_start)
+  code = main()
+  sys.stdout.flush()
+  sys.stderr.flush()
+  os._exit(code)  # its threads are of no use any more, and the interpreter's end takes seconds on a busy machine

@@ -260,7 +260,7 @@ def test_a_process_that_has_completed_a_step_takes_no_fresh_state():
   attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
   attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
   attempt.program = SimpleNamespace(state=None)
-  attempt.elastic = SimpleNamespace(steps=SimpleNamespace(last_step=7))
+  attempt.elastic = SimpleNamespace(last_step=7)
   with pytest.raises(CheckpointError, match="step 7 was completed, and no copy of the state is left"):
     attempt.restore()
 
@@ -282,7 +282,7 @@ def test_a_new_process_says_that_it_begins_again(monkeypatch):
   attempt.config, attempt.program = None, SimpleNamespace(state=None)
   attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
   attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
-  attempt.elastic = SimpleNamespace(steps=SimpleNamespace(last_step=0), uses_snapshots=False)
+  attempt.elastic = SimpleNamespace(last_step=0, uses_snapshots=False)
   attempt.session = SimpleNamespace(
     snapshots=SimpleNamespace(begin_attempt=lambda *args: None),
     metrics=SimpleNamespace(earlier_step=7),

@@ -1,4 +1,4 @@
-"""SIGTERM: one request, the step at which two processes agree to save and end, and what a second signal does."""
+"""SIGTERM: the step at which two processes agree to save and end, and what a second signal does."""
 
 from __future__ import annotations
 
@@ -8,30 +8,6 @@ import time
 
 import pytest
 from tests.support.jax_processes import Processes
-
-from trainer.checkpoint.preemption import Preemption
-from trainer.config.schema import CheckpointSection
-from trainer.process.signals import Signals
-from trainer.world import SINGLE_WORLD
-
-
-class Signalled(Signals):
-  """Signals of which none, or one, was received."""
-
-  noticed = False
-
-
-def test_a_request_is_announced_once_and_stays():
-  signals, lines, events = Signalled(), [], []
-  preemption = Preemption(
-    CheckpointSection(), SINGLE_WORLD, signals, lines.append, lambda kind, **fields: events.append((kind, fields))
-  )
-  assert not preemption.requested(1) and not preemption.noticed
-  signals.noticed = True
-  assert preemption.noticed
-  assert preemption.requested(2) and preemption.requested(3)
-  assert lines == ["SIGTERM received: finishing the step, saving a checkpoint and exiting."]
-  assert events == [("preemption", {"step": 2, "signal": "SIGTERM"})]
 
 
 @pytest.mark.timeout(600)

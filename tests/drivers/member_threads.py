@@ -153,7 +153,7 @@ class Member(threading.Thread):
     metrics = types.SimpleNamespace(remembered=list, remember=nothing, flush_pending=nothing)
     cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices, world=SINGLE_WORLD)
     self._session: Any = types.SimpleNamespace(
-      data=data, log=log, events=events, watchdog=watchdog, metrics=metrics, cluster=cluster
+      config=config, data=data, log=log, events=events, watchdog=watchdog, metrics=metrics, cluster=cluster
     )
     recovery = types.SimpleNamespace(under_way=False, restored=nothing)
     self._elastic: Any = types.SimpleNamespace(
@@ -169,8 +169,11 @@ class Member(threading.Thread):
       begin_wait=nothing,
       end_wait=nothing,
       cfg=config.elastic,
-      session=self._session,
+      cluster=cluster,
+      log=log,
+      events=events,
     )
+    self._session.elastic = self._elastic
 
   def _emit(self, played: Played, kind: str, fields: dict[str, Any]) -> None:
     if kind == "witness":
@@ -187,7 +190,7 @@ class Member(threading.Thread):
     driver = None
     try:
       tiers: Any = types.SimpleNamespace(newest=lambda: 0)
-      driver = ManyWorlds(self._config, self._session, self._elastic, self._view(), self._program, peers, tiers)
+      driver = ManyWorlds(self._session, self._view(), self._program, peers, tiers)
       start = driver.start(self._restore, lambda start: None)
       trained = start.state
       for n in range(start.step + 1, self._config.run.steps + 1):

@@ -11,7 +11,7 @@ from end_to_end.histories.elastic import KEYS, STEPS
 from tests.support import guide_awk
 from tests.support.seeds import few
 
-from trainer.elastic import hang as hang_lib
+from trainer.elastic import wait as wait_lib
 from trainer.elastic.elastic_run import Outcome
 
 DEGRADE, FIXED = "elastic_min_slice_count=1", "elastic_min_slice_count=-1"
@@ -65,7 +65,7 @@ EVALUATED = [*KEYS, DEGRADE, "eval_interval=6", "eval_steps=2"]
 @pytest.mark.parametrize(("hangs", "lost"), few([(6, STEPS)], [(6, STEPS), (STEPS, 6)]))
 def test_slices_that_fail_in_an_evaluation(monkeypatch, harness, undisturbed_run, hangs, lost):
   """No step is repeated, and neither the evaluation nor the last checkpoint is missing."""
-  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 0.3)
+  monkeypatch.setattr(wait_lib, "CHECK_SECONDS", 0.3)
   failed = []
 
   def fail_in_the_second_batch(session, cluster):
@@ -156,7 +156,7 @@ def test_sigterm_during_the_wait_for_a_replacement(harness, undisturbed_run):
 )
 def test_a_real_hang_is_recovered_from_with_snapshots_on(monkeypatch, harness, undisturbed_run, mode, step):
   """The arrays are never ready, so snapshot and record of the step cannot be complete. Both are repeated."""
-  monkeypatch.setattr(hang_lib, "CHECK_SECONDS", 0.3)
+  monkeypatch.setattr(wait_lib, "CHECK_SECONDS", 0.3)
   history = harness.run("hang", [*KEYS, mode, f"fault_injection=hang@{step}:1"])
   check(history, undisturbed_run, 0 if mode == FIXED else 1e-5)
   recovery = history.of_kind("recovery")[0]

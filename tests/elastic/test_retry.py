@@ -12,7 +12,7 @@ from tests.elastic.toy_run import Clock, ToyRun, simulated_cluster, train
 from tests.support import guide_awk
 from tests.support.command import without_times
 
-from trainer.elastic import hang
+from trainer.elastic import wait
 from trainer.elastic.elastic_run import ElasticRun, Outcome
 from trainer.elastic.recovery import RecoveryLog
 
@@ -177,7 +177,7 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
 
   def patient(elastic, view, survivors):
     prepare = ElasticRun.prepare_steps
-    elastic.prepare_steps = lambda view: (prepare(elastic, view), elastic.session.programs.wait(60))
+    elastic.prepare_steps = lambda view: (prepare(elastic, view), elastic.programs.wait(60))
     return real(elastic, view, survivors)
 
   toy.attempt = patient
@@ -189,7 +189,7 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
 
 
 def test_a_hang_is_found_by_the_health_check(undisturbed, monkeypatch):
-  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.1)
+  monkeypatch.setattr(wait, "CHECK_SECONDS", 0.1)
   toy = ToyRun()
   train(toy, "hang@7:2")
   same_run(toy, undisturbed)
@@ -216,7 +216,7 @@ def test_slices_that_died_during_a_wait_have_no_copy_to_restore(undisturbed):
 
 
 def test_a_slow_step_on_healthy_slices_is_waited_for(undisturbed, monkeypatch):
-  monkeypatch.setattr(hang, "CHECK_SECONDS", 0.1)
+  monkeypatch.setattr(wait, "CHECK_SECONDS", 0.1)
   toy, slow = ToyRun(steps=3), [True]
 
   def blocking(arrays):
@@ -330,7 +330,7 @@ def test_a_step_prepared_too_late_is_the_only_program_that_a_recovery_waits_for(
   def example(step, rows):
     if step == 4 and not release.is_set():
       assert compiling.wait(60)  # slices (1, 2, 3), the first in the queue
-      toy.elastic.session.cluster.lose(0)
+      toy.elastic.cluster.lose(0)
       threading.Timer(0.2, release.set).start()
     return lose(step, rows)
 

@@ -7,7 +7,6 @@ only, and batch_plan assigns them to slices. Snapshots are numpy copies, one for
 from __future__ import annotations
 
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +19,9 @@ from tests.support.command import without_times
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan
-from trainer.elastic.elastic_run import ElasticRun, Job, Outcome
+from trainer.elastic.elastic_run import ElasticRun, Outcome
 from trainer.elastic.program_cache import ProgramCache
-from trainer.elastic.retry import elastic_retry
+from trainer.elastic.retry import check, elastic_retry
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import get
@@ -99,10 +98,10 @@ class ToyRun:
 
   def attempt(self, elastic: ElasticRun, view, survivors) -> Outcome:
     self.elastic = elastic
-    guard = elastic.guard(view)
+    wait = elastic.waits_on(view)
     before = elastic.clock()
-    compiled, plan, sharded, place = elastic.session.programs.step(view)
-    compiled = elastic.session.cluster.on_slices(compiled, view)
+    compiled, plan, sharded, place = elastic.programs.step(view)
+    compiled = elastic.cluster.on_slices(compiled, view)
     elastic.recovery.compiled(elastic.clock() - before)
     step, w, tier = self.restore(survivors)
     state = jax.device_put(w, sharded)
@@ -118,7 +117,7 @@ class ToyRun:
         raise self.fail_at[step]
       began = elastic.clock()
       state, loss = compiled(state, batch)
-      guard.call(functools.partial(self.block, (state, loss)), f"step {step}")
+      wait.call(functools.partial(self.block, (state, loss)), f"step {step}")
       if isinstance(elastic.clock, Clock):
         elastic.clock.sleep(1)  # a step takes a second
       used = sorted(int(r) for r in rows.ravel() if r != batch_plan.PADDING)
@@ -135,7 +134,7 @@ class ToyRun:
   def snapshot(self, elastic, view, step, w):
     elastic.snapshot_policy.taken(step)
     elastic.inject_faults("snapshot", step)
-    self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.session.cluster.died(view)}
+    self.snapshots = {i: (step, w) for i in view.slices if i not in elastic.cluster.died(view)}
     if self.save_period and step % self.save_period == 0:
       elastic.inject_faults("save", step)
       self.saved = (step, w)
@@ -159,13 +158,14 @@ def train(toy, faults="", num_slices=4, directory=None, cluster=None, clock=None
   log.redirect(lambda text: lines.append(without_times(text)))
   emit = events.emit
   events.emit = lambda kind, **fields: records.append(emit(kind, **fields)) or records[-1]
-  job = Job(toy.steps, toy.micro_batches, 100, 4 * WIDTH * WIDTH)
   cluster = cluster or simulated_cluster(num_slices, clock)
   with CompileCounter() as counter:
     programs = ProgramCache(lambda view: view, toy.compile, events, log, counter, clock)
     try:
-      session = types.SimpleNamespace(cluster=cluster, log=log, events=events, programs=programs)
-      return elastic_retry(toy.attempt, session, cfg, job=job, clock=clock, sleep=clock.sleep)
+      sizes = {"units": toy.micro_batches, "tokens_per_step": 100, "state_bytes": 4 * WIDTH * WIDTH}
+      faults = check(cluster, cfg, toy.steps)
+      elastic = ElasticRun(cfg, cluster, log, events, programs, faults, steps=toy.steps, **sizes, clock=clock)
+      return elastic_retry(functools.partial(toy.attempt, elastic), elastic, sleep=clock.sleep)
     finally:
       # jax counts compilations per process: a compilation that is still running would count for the next test.
       assert programs.wait(60)

@@ -20,7 +20,7 @@ from trainer.config import ConfigError
 from trainer.observe import lock
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from trainer.run.session import LibraryOverrides, open_session
 from trainer.world import SingleWorld
 
@@ -48,15 +48,15 @@ def load(folder: Path, *keys: str):
 
 @contextlib.contextmanager
 def opened(folder: Path, *keys: str, world=None, started: float | None = None):
-  """(configuration, session) of a process on two slices of two devices."""
+  """The session of a process on two slices of two devices."""
   config = load(folder, *keys)
   devices = jax.devices()
   cluster = SimulatedCluster({0: tuple(devices[:2]), 1: tuple(devices[2:4])}, world)
   begin = time.monotonic() if started is None else started
   with open_session(
-    config, cluster, Signals(), begin, overrides=LibraryOverrides(extensions=defaults.extensions())
+    config, cluster, Stop(), begin, overrides=LibraryOverrides(extensions=defaults.extensions())
   ) as session:
-    yield config, session
+    yield session
 
 
 def kinds(folder: Path) -> list[str]:
@@ -65,27 +65,27 @@ def kinds(folder: Path) -> list[str]:
 
 def test_the_configuration_is_written_when_the_first_step_can_start(tmp_path):
   """Not before: if a checkpoint refuses the configuration, the old file must stay."""
-  with opened(tmp_path, "learning_rate=0.25") as (config, session):
+  with opened(tmp_path, "learning_rate=0.25") as session:
     session.begin()
     assert kinds(tmp_path) == ["run_start"]
     assert not (tmp_path / "run" / "config.yml").exists()
-    session.ready(config, 0)
+    session.ready(0)
     text = (tmp_path / "run" / "config.yml").read_text()
     assert "learning_rate: 0.25\n" in text
     (tmp_path / "run" / "config.yml").write_text("kept")
     session.begin()
-    session.ready(config, 3)
+    session.ready(3)
     assert (tmp_path / "run" / "config.yml").read_text() == "kept"
-    session.finish(config, 1)
+    session.finish(1)
   assert kinds(tmp_path) == ["run_start", "init_done", "init_done", "run_end"]
 
 
 @needs.workshop
 @pytest.mark.parametrize(("code", "enabled", "written"), [(0, True, True), (0, False, False), (42, True, False)])
 def test_only_a_complete_run_gets_a_report(tmp_path, code, enabled, written):
-  with opened(tmp_path, f"enable_report={str(enabled).lower()}") as (config, session):
+  with opened(tmp_path, f"enable_report={str(enabled).lower()}") as session:
     session.metrics.write(StepRecord(step=1, seconds=1.0, loss=4.0, grad_norm=1.0, lr=0.1, tokens=128, slices=2))
-    session.finish(config, code)
+    session.finish(code)
   assert (tmp_path / "run" / "report.html").exists() == written
   assert [event["exit"] for event in read_events(str(tmp_path / "run")) if event["kind"] == "run_end"] == [code]
 
@@ -115,8 +115,8 @@ def test_a_second_process_on_the_run_is_refused_until_the_first_has_ended(tmp_pa
 
 def test_an_error_closes_all_threads_and_frees_the_run(tmp_path):
   before = set(threading.enumerate())
-  with pytest.raises(RuntimeError, match="in the middle"), opened(tmp_path) as (config, session):
-    session.ready(config, 0)
+  with pytest.raises(RuntimeError, match="in the middle"), opened(tmp_path) as session:
+    session.ready(0)
     assert set(threading.enumerate()) - before, "a session has threads of its own"
     raise RuntimeError("in the middle")
   assert set(threading.enumerate()) <= before
@@ -125,12 +125,12 @@ def test_an_error_closes_all_threads_and_frees_the_run(tmp_path):
 
 
 def test_a_process_that_is_not_the_primary_one_writes_no_file(tmp_path):
-  with opened(tmp_path) as (config, _):
+  with opened(tmp_path):
     before = {path: path.stat().st_size for path in tmp_path.rglob("*")}
-    with opened(tmp_path, world=SecondaryWorld()) as (_, secondary):  # only the primary takes the lock
+    with opened(tmp_path, world=SecondaryWorld()) as secondary:  # only the primary takes the lock
       secondary.begin()
-      secondary.ready(config, 0)
-      secondary.finish(config, 0)
+      secondary.ready(0)
+      secondary.finish(0)
     assert {path: path.stat().st_size for path in tmp_path.rglob("*")} == before
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_is_not_the_primary_one_writes_no_file(tmp_path):
 def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
   """It creates no folder, and changes nothing in the folder of another run."""
   folder, identity = tmp_path / "run", "0123456789ab"
-  with opened(tmp_path, world=SecondaryWorld()) as (config, session), contextlib.ExitStack() as stack:
+  with opened(tmp_path, world=SecondaryWorld()) as session, contextlib.ExitStack() as stack:
     session.holds_folder = stack.enter_context(lock.held(str(folder), "launch", 1, print))
     (folder / "run_id").write_text(identity)
     (folder / "log.txt").write_text("of the first primary\n")
@@ -152,11 +152,11 @@ def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
       (folder / "log.txt").write_text("of another run\n")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     if place == "its own":
-      session.change_role(config, True)
+      session.change_role(True)
       assert kinds(tmp_path) == ["primary"]
     else:
       with pytest.raises(CheckpointError, match=r"records after step 0 could not be taken over: .*run was moved"):
-        session.change_role(config, True)
-      session.finish(config, 1)
+        session.change_role(True)
+      session.finish(1)
       assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
       assert folder.exists() == place.startswith("of another")

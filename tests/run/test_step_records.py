@@ -19,8 +19,9 @@ from trainer.run.step_records import StepRecords, TrainingDiverged
 def test_a_diverged_run_says_how_many_steps_in_a_row_were_skipped(skipped):
   config = Config(optimizer=OptimizerSection(max_nonfinite_steps=skipped - 1))
   events = types.SimpleNamespace(emit=lambda *_, **__: None)
-  session = types.SimpleNamespace(data=types.SimpleNamespace(tokens_per_step=8), events=events)
-  records = StepRecords(config, session, elastic=None, driver=None, device=jax.devices()[0])
+  data = types.SimpleNamespace(tokens_per_step=8)
+  session = types.SimpleNamespace(config=config, data=data, events=events)
+  records = StepRecords(session, driver=None, wait=None, device=jax.devices()[0])
   step = types.SimpleNamespace(step=30, loss=float("nan"), grad_norm=1.0)
   with pytest.raises(TrainingDiverged, match=rf"\({skipped} in a row, max_nonfinite_steps={skipped - 1}\)\. The"):
     records._nonfinite(step, skipped)

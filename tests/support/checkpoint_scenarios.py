@@ -21,10 +21,9 @@ from input_pipeline.tally import Tally
 from trainer import world as world_lib
 from trainer.checkpoint import emergency, run_id
 from trainer.checkpoint.errors import NonFiniteState
-from trainer.checkpoint.preemption import Preemption
 from trainer.checkpoint.tiers import Tiers
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from trainer.program.feed import Feed
 from trainer.program.step import abstract_batch
 
@@ -177,17 +176,17 @@ def count_bytes(path: Path) -> None:
     toy_state.assert_same_bits(state, {"w": np.random.default_rng(2).standard_normal((1024, 1024)).astype(np.float32)})
 
 
-def preempted(path: Path, signals: Signals) -> None:
+def preempted(path: Path, stop: Stop) -> None:
   """Trains until any process gets SIGTERM, then saves one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
-  preemption = Preemption(toy_state.config(), world_lib.of_jax(), signals, log=print)
+  stop.join_run(world_lib.of_jax(), saves=True, log=print)
   state = toy_state.state(0, mesh())
   add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
   for step in range(1, 10**6):
     state = add(state)
     jax.block_until_ready(state)
     print(f"step {step}", flush=True)
-    if preemption.requested(step):
+    if stop.requested(step):
       t.maybe_save(step, state, {"tokens": step}, last=True)
       t.close()
       restored = tiers(path, enable_emergency_checkpoint=False).restore_newest(
@@ -198,12 +197,12 @@ def preempted(path: Path, signals: Signals) -> None:
       return
 
 
-def ignoring_preemption(path: Path, signals: Signals) -> None:
-  preemption = Preemption(toy_state.config(), world_lib.of_jax(), signals)
+def ignoring_preemption(path: Path, stop: Stop) -> None:
+  stop.join_run(world_lib.of_jax(), saves=True)
   print("ready", flush=True)
   for step in range(1, 10**6):
     time.sleep(0.01)
-    if preemption.requested(step):
+    if stop.requested(step):
       print("asked", flush=True)
 
 

@@ -24,13 +24,12 @@ from trainer.checkpoint import checksums
 from trainer.cluster import Cluster, View
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import load
-from trainer.config.schema import Config
-from trainer.elastic.elastic_run import ElasticRun, Job, Outcome
+from trainer.elastic.elastic_run import ElasticRun, Outcome
 from trainer.elastic.program_cache import CachedProgram
 from trainer.elastic.retry import elastic_retry
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
-from trainer.process.signals import Signals
+from trainer.process.stop import Stop
 from trainer.program.program import Program
 from trainer.run.session import Session, open_session
 
@@ -145,19 +144,18 @@ class Harness:
       if self._cache:
         stack.enter_context(cached_in(self._cache))
       stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
-      signals = Signals()
-      signals.listen()
-      stack.callback(signals.restore)
-      session = stack.enter_context(open_session(config, cluster, signals, time.monotonic()))
+      stop = Stop()
+      stop.listen()
+      stack.callback(stop.restore)
+      session = stack.enter_context(open_session(config, cluster, stop, time.monotonic()))
       recorder = Recorder(session.data.train)
       session.data.train = recorder  # type: ignore[assignment]
       topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})
       self._topologies[repr(config.model)] = session.programs.topologies = topologies
       session.programs.others = self._others.setdefault(repr(config.model), {})
-      attempt = functools.partial(self._attempt, config, session, watch)
-      job = Job(config.run.steps, session.units_per_slice, session.data.tokens_per_step, session.state_bytes)
+      attempt = functools.partial(self._attempt, session, watch)
       prepare(session, cluster)
-      outcome = elastic_retry(attempt, session, config.elastic, job=job, stop=lambda: session.preemption.noticed)
+      outcome = elastic_retry(attempt, session.elastic, stop=lambda: session.stop.noticed)
     losses = {record["step"]: record["loss"] for record in read_metrics(config.run_directory) if "loss" in record}
     events = read_events(config.run_directory)
     meta = Path(config.run_directory) / "checkpoints" / str(outcome.step) / "meta.json"
@@ -168,17 +166,12 @@ class Harness:
     return History(outcome, losses, recorder.used, state, events, log, seen)
 
   def _attempt(
-    self,
-    config: Config,
-    session: Session,
-    watch: Callable[[ElasticRun], None],
-    elastic: ElasticRun,
-    view: View,
-    survivors: frozenset[int],
+    self, session: Session, watch: Callable[[ElasticRun], None], view: View, survivors: frozenset[int]
   ) -> Outcome:
+    elastic = session.elastic
     watch(elastic)
     if not self._prepare_steps:
       elastic.prepare_steps = lambda *_: None  # type: ignore[method-assign]
     elastic.retries.backoff_seconds = 0.0
     elastic.resizes.worthwhile = lambda *costs: True  # otherwise a run this short would never resize
-    return train.run(config, session, elastic, view, survivors)
+    return train.run(session, view, survivors)

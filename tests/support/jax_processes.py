@@ -66,13 +66,13 @@ class Processes:
 
 
 def main() -> None:
-  from trainer.process.signals import Signals
+  from trainer.process.stop import Stop
 
   assert isinstance(sys.stdout, io.TextIOWrapper)
   sys.stdout.reconfigure(line_buffering=True)  # tests wait for lines
   scenario, index, count, port, path, *arguments = sys.argv[1:]
-  signals = Signals()
-  signals.listen()  # before jax.distributed, as the command does
+  stop = Stop()
+  stop.listen()  # before jax.distributed, as the command does
   import jax
 
   jax.config.update("jax_num_cpu_devices", DEVICES)
@@ -83,7 +83,7 @@ def main() -> None:
   try:
     for name in scenario.split(","):
       function = getattr(checkpoint_scenarios, name)
-      options = {"signals": signals} if "signals" in inspect.signature(function).parameters else {}
+      options = {"stop": stop} if "stop" in inspect.signature(function).parameters else {}
       folder = Path(path) if name == scenario else Path(path) / name
       folder.mkdir(exist_ok=True)
       function(folder, *arguments, **options)

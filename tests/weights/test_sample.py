@@ -34,9 +34,7 @@ def end_of_run(tokenizer, process_count: int = 1) -> list[str]:
   run = types.SimpleNamespace(
     config=config(),
     data=types.SimpleNamespace(train=types.SimpleNamespace(tokenizer=tokenizer)),
-    cluster=types.SimpleNamespace(
-      world=types.SimpleNamespace(size=process_count), coordination=types.SimpleNamespace(saves_in_storage=lambda: True)
-    ),
+    cluster=types.SimpleNamespace(world=types.SimpleNamespace(size=process_count), saves_in_storage=lambda: True),
     log=types.SimpleNamespace(line=said.append, warning=said.append),
     events=types.SimpleNamespace(emit=lambda kind, **fields: said.append(kind)),
   )

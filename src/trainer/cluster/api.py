@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.cluster.coordination import Coordination
 from trainer.config.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -52,26 +51,34 @@ _STOP_CHECK_SECONDS = 1.0  # between two looks at stop() while slices are waited
 
 
 class Cluster(ABC):
-  """The slices of this run. A slice fails and returns as a whole; its id and its devices never change."""
+  """The slices of this run, and this process among its processes. A slice fails and returns as a whole; its id and its
+  devices never change."""
 
   kind: str
+  # Whether the loss of a slice ends the attempt, and the elastic loop starts another. Where slices are worlds of their
+  # own, a lost slice is a lost process, and the others need no new attempt.
+  recovers_in_process = True
   is_behind_proxy = False  # whether this process reaches its devices, and every byte of their memory, through a proxy
   poll_seconds = 10.0  # between two looks at slices that are waited for
+  # The id of this launch, and of the run if it is new, where several worlds start it. "": the primary chooses the id.
+  launch_id = ""
+  # Whether other worlds have opened the run's folder before this process: it must not create the folder.
+  joins = False
+  # Called after every step: whether the worlds of the run have agreed that this process must stop now. None: one world
+  # decides by itself.
+  stop_agreed: Callable[[], bool] | None = None
 
   def __init__(
     self,
     slices: Mapping[int, Iterable[Device]],
     world: World,
-    coordination: Coordination | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
   ) -> None:
-    """coordination: with the other worlds of the run (default: there are none)."""
     self._clock, self._sleep = clock, sleep
     self.slices: dict[int, tuple[Device, ...]] = {i: tuple(slices[i]) for i in sorted(slices)}
     self.world = world
-    self.coordination = coordination or Coordination(world)
     sizes = {i: len(devices) for i, devices in self.slices.items()}
     if not sizes or len(set(sizes.values())) != 1 or 0 in sizes.values():
       raise ConfigError(f"slices have {sizes} devices (slice: devices); all need the same number, at least one")
@@ -89,12 +96,6 @@ class Cluster(ABC):
   def fault_target(self) -> FaultTarget | None:
     """Where rehearsed faults of slices happen; None: slices of this cluster cannot be lost on command."""
     return None
-
-  @property
-  def recovers_in_process(self) -> bool:
-    """Whether the loss of a slice ends the attempt, and the elastic loop starts another. Where slices are worlds of
-    their own, a lost slice is a lost process, and the others need no new attempt."""
-    return not self.coordination.has_peers
 
   def view(self, alive: Iterable[int]) -> View:
     """A view of the slices `alive`, for one attempt."""
@@ -167,5 +168,38 @@ class Cluster(ABC):
     attempt or evaluation: only a cluster that simulates losses returns another function, in the path of every batch."""
     return compute
 
+  # ---- this process among the processes of the run
+
+  @property
+  def is_primary(self) -> bool:
+    """Whether this process writes the files that exist once per run. May change during the run."""
+    return self.world.is_primary
+
+  def saves_in_storage(self) -> bool:
+    """Whether this world writes the persistent checkpoints; of several worlds one does. May change during the run."""
+    return True
+
+  def stop_asked(self) -> bool:
+    """Whether the process that supervises the run was asked to end it."""
+    return False
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:  # noqa: B027 -- the role of most processes never changes
+    """Has `callback` called with `is_primary` whenever that changes during the run."""
+
+  def watch(  # noqa: B027 -- most runs have one world
+    self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]
+  ) -> None:
+    """Keeps the other worlds informed, so that they do not take a long save for a hang. busy(): what this process does
+    between steps, "" if nothing. noticed(): whether it has received SIGTERM. unsupervised(): called from a thread when
+    the supervisor, which would end this process if it hung, is lost."""
+
+  def finished(self, code: int) -> None:  # noqa: B027 -- as above
+    """This process has done everything, or has failed as the others must, and will exit with `code`."""
+
+  def is_reported(self) -> bool:
+    """Whether another process has already reported an error of the user, and has ended the run with exit code 2. Call
+    this before reporting such an error, because all processes find the same one. May wait for some seconds."""
+    return False
+
   def stop(self) -> None:  # noqa: B027 -- most clusters have nothing to leave
-    """Leaves the JAX world, if `start` joined one."""
+    """Leaves the JAX world, if `start` joined one, and ends the connections with the other worlds."""

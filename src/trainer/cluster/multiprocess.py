@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -18,19 +18,22 @@ from jax import Device
 from trainer import world as world_lib
 from trainer.cluster import host_devices, joined_processes
 from trainer.cluster.api import Cluster, FaultTarget, View
-from trainer.cluster.coordination import WithPeers
 from trainer.cluster.torchrun import ChildSupervisor
 from trainer.config.schema import ClusterSection
 from trainer.world import World
+from worlds.exit_codes import BAD_INPUT
 from worlds.join import join
 from worlds.peers import Peers
 from worlds.place import Place
+
+_REPORT_SECONDS = 5.0  # that the primary may need to report an error, and to end
 
 
 class MultiprocessCluster(Cluster):
   """This process's slice, and its place among the members of the run."""
 
   kind = "multiprocess"
+  recovers_in_process = False
 
   def __init__(
     self,
@@ -43,8 +46,11 @@ class MultiprocessCluster(Cluster):
   ) -> None:
     """num_slices: shares of the global batch, and the most members that compute at a time. supervisor: if this process
     has started it."""
-    super().__init__({peers.member: devices}, world, WithPeers(world, peers, supervisor))
-    self._num_slices, self._place, self._send = num_slices, place, peers.membership.send
+    super().__init__({peers.member: devices}, world)
+    self.peers, self._num_slices, self._place, self._supervisor = peers, num_slices, place, supervisor
+    self.launch_id, self.joins = peers.run_id, peers.begun
+    self.stop_agreed = lambda: peers.stopping or peers.left
+    self._launcher = os.getppid()
 
   @classmethod
   def start(
@@ -77,7 +83,7 @@ class MultiprocessCluster(Cluster):
     self._fault("give_back", slice_id, None)
 
   def _fault(self, action: str, target: int, seconds: float | None) -> None:
-    self._send("fault", action=action, target=target, seconds=seconds)
+    self.peers.membership.send("fault", action=action, target=target, seconds=seconds)
 
   def view(self, alive: object = None) -> View:
     """The view of every attempt: this process's own slice. Its program computes one share."""
@@ -90,8 +96,43 @@ class MultiprocessCluster(Cluster):
   def returned(self, view: View) -> frozenset[int]:
     return frozenset()
 
+  @property
+  def is_primary(self) -> bool:
+    return self.peers.is_primary
+
+  def saves_in_storage(self) -> bool:
+    return self.peers.saves_in_storage
+
+  def stop_asked(self) -> bool:
+    return self.peers.membership.stop_asked
+
+  def on_role(self, callback: Callable[[bool], None]) -> None:
+    self.peers.on_role.append(callback)
+
+  def watch(self, *, busy: Callable[[], str], noticed: Callable[[], bool], unsupervised: Callable[[], None]) -> None:
+    def leaves() -> bool:
+      if not noticed() and os.getppid() == self._launcher:
+        return False
+      if self._supervisor is not None:
+        self._supervisor.stop()  # it ends with this process, so the others save and end as well
+      return True
+
+    self.peers.membership.watch(busy=busy, noticed=leaves, lost=unsupervised)
+
+  def finished(self, code: int) -> None:
+    self.peers.finished(code)
+
+  def is_reported(self) -> bool:
+    self.peers.membership.send("finished", code=BAD_INPUT)
+    # The primary waits a little too: it stays the primary while the others join.
+    seconds = _REPORT_SECONDS / 5 if self.peers.is_primary else _REPORT_SECONDS
+    return self.peers.wait_for_code(seconds) == BAD_INPUT
+
   def stop(self) -> None:
-    self.coordination.close()
+    self.peers.membership.close()
+    self.peers.exchange.close()
+    if self._supervisor is not None:
+      self._supervisor.close(over=self.peers.ended is not None)
     if self.world.size > 1:
       with contextlib.suppress(RuntimeError):  # another process of the slice has died
         jax.distributed.shutdown()

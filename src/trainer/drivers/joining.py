@@ -10,8 +10,6 @@ import jax
 
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.tiers import Tiers
-from trainer.config.schema import Config
-from trainer.elastic.elastic_run import ElasticRun
 from trainer.program.state import TrainState
 from trainer.run.driver import Start
 from trainer.run.session import Session
@@ -19,9 +17,7 @@ from worlds.exchange import PeerLost
 from worlds.peers import Peers
 
 
-def join(
-  session: Session, elastic: ElasticRun, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]
-) -> Start:
+def join(session: Session, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]) -> Start:
   """The state that the run starts from, or that members which are ahead send to this one. Call it when this member can
   compute. restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and
   SupervisorLost."""
@@ -50,22 +46,22 @@ def join(
     except PeerLost as error:  # the next message says who sends the state now
       peers.report(error, peers.epoch)
       continue
-    elastic.join(header["down_events"])
+    session.elastic.join(header["down_events"])
     session.metrics.remember(header["records"])
     seconds = time.monotonic() - begin
     session.events.emit("restore", tier="peer", step=header["step"], seconds=seconds)
     return Start(state, header["step"], "peer", seconds, header["evaluated"], header["meta"])
 
 
-def header(config: Config, session: Session, elastic: ElasticRun, step: int, evaluated: bool) -> dict[str, Any]:
+def header(session: Session, step: int, evaluated: bool) -> dict[str, Any]:
   """What a member that joins after `step` must know besides the state, as JSON. evaluated: whether this state
   has been evaluated."""
   return {
     "step": step,
     "evaluated": evaluated,
-    "meta": session.data.meta(config, step),
+    "meta": session.data.meta(session.config, step),
     "records": session.metrics.remembered(),
-    "down_events": elastic.down_events,
+    "down_events": session.elastic.down_events,
   }
 
 

@@ -22,7 +22,6 @@ from trainer.checkpoint import state_transfer
 from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View, multiprocess
-from trainer.config.schema import Config
 from trainer.drivers import joining
 from trainer.drivers.compared_share import ComparedShare
 from trainer.drivers.rounds import Contribution, Rounds, Share
@@ -31,7 +30,7 @@ from trainer.elastic.events import Event, Kind
 from trainer.models import experts
 from trainer.models.decoder import Params
 from trainer.observe import environment
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.program.feed import Feed
 from trainer.program.program import Halves, Program
 from trainer.program.state import TrainState
@@ -52,19 +51,11 @@ class ManyWorlds:
   runs_ahead = False
   coordination_errors: tuple[type[Exception], ...] = (SupervisorLost,)
 
-  def __init__(
-    self,
-    config: Config,
-    session: Session,
-    elastic: ElasticRun,
-    view: View,
-    program: Program,
-    peers: Peers,
-    tiers: Tiers,
-  ) -> None:
+  def __init__(self, session: Session, view: View, program: Program, peers: Peers, tiers: Tiers) -> None:
     """view, program: of this process's slice, for one share of the batch."""
-    self._config, self._session, self._elastic, self._view = config, session, elastic, view
-    self._program, self._peers, self._tiers = program, peers, tiers
+    config = session.config
+    self._config, self._session, self._elastic = config, session, session.elastic
+    self._view, self._program, self._peers, self._tiers = view, program, peers, tiers
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._period = config.elastic.witness_period
@@ -89,7 +80,7 @@ class ManyWorlds:
       hosts = dict.fromkeys(self._session.cluster.world.gather(environment.host()))
       where = f"host {', '.join([*hosts, *map(str, devices)])}"
       self._peers.membership.send("device", where=where, numerics=numerics)
-    start = joining.join(self._session, self._elastic, self._peers, self._program.state, self._tiers, restore)
+    start = joining.join(self._session, self._peers, self._program.state, self._tiers, restore)
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._schedule_values = self._program.schedule.placed(self._program.mesh)
@@ -195,9 +186,6 @@ class ManyWorlds:
       self._peers.await_interruption()
       raise
 
-  def call(self, work: Callable[[], object], what: str) -> Any:
-    return work()
-
   def resize_due(self, n: int) -> bool:
     return False  # members join between two steps of the same attempt
 
@@ -274,7 +262,7 @@ class ManyWorlds:
     return checksum()
 
   def _send_state(self, member: int) -> None:
-    header = joining.header(self._config, self._session, self._elastic, self._step, self._evaluated)
+    header = joining.header(self._session, self._step, self._evaluated)
     arrays = state_transfer.local_parts(self._state)
     with self._session.watchdog.during("state for another slice"):
       self._peers.exchange.send_state(member, header, arrays)
@@ -291,18 +279,18 @@ def _record(elastic: ElasticRun, change: Change, step: int) -> None:
   loop writes at a new attempt. Here the attempt goes on."""
   before = change.before
   elastic.end_wait(change.members)
-  elastic.session.events.begin_epoch(change.epoch)
+  elastic.events.begin_epoch(change.epoch)
   for member, (reason, seconds_ago) in change.lost.items():
     began = elastic.clock() - seconds_ago
     event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))
     elastic.lose(event, change.members, began, before=before, step=step)
-    elastic.session.log.line(f"Elastic attempt {change.attempt} out of {elastic.cfg.elastic_max_retries}")
+    elastic.log.line(f"Elastic attempt {change.attempt} out of {elastic.cfg.elastic_max_retries}")
   if change.joined:
     elastic.grow(list(change.joined), change.members, before=before, step=step)
   if change.holds:
     elastic.begin_wait()
-    elastic.session.log.line(
-      f"{len(change.members)} of {elastic.session.cluster.num_slices} slices are alive and elastic_min_slice_count="
+    elastic.log.line(
+      f"{len(change.members)} of {elastic.cluster.num_slices} slices are alive and elastic_min_slice_count="
       f"{elastic.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."
     )
   elastic.recovery.restored(step, "memory", 0.0)

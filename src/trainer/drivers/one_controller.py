@@ -13,12 +13,10 @@ import jax
 from input_pipeline.prefetch import Prefetcher
 from input_pipeline.tally import Tally
 from trainer.cluster import View
-from trainer.config.schema import Config
 from trainer.drivers.slice_witness import SliceWitness
-from trainer.elastic.elastic_run import ElasticRun
-from trainer.elastic.hang import HangGuard, Waiter
+from trainer.elastic.wait import Task, Wait
 from trainer.models.decoder import Params
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.program.feed import Feed
 from trainer.program.program import Program
 from trainer.program.state import TrainState
@@ -36,17 +34,14 @@ class OneController:
   coordination_errors: tuple[type[Exception], ...] = ()
   slice_seconds: dict[str, float] | None = None
 
-  def __init__(
-    self, config: Config, session: Session, elastic: ElasticRun, view: View, program: Program, guard: HangGuard
-  ) -> None:
-    """guard: waits for the slices of `view`."""
-    self._config, self._session, self._elastic = config, session, elastic
-    self._view, self._guard, self._program = view, guard, program
+  def __init__(self, session: Session, view: View, program: Program, wait: Wait) -> None:
+    self._config, self._session, self._elastic = session.config, session, session.elastic
+    self._view, self._wait, self._program = view, wait, program
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
     self.tally: Any = Tally().numbers
-    self._witness = SliceWitness(config, session, elastic, view, program, guard)
+    self._witness = SliceWitness(session, view, program, wait)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 
   @property
@@ -54,16 +49,16 @@ class OneController:
     return self._view.num_alive
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
-    restoring = Waiter(restore, "the restore")  # while this thread compiles
+    restoring = Task(restore, "the restore")  # while this thread compiles
     try:
       self._compile()
     except Exception:
       with contextlib.suppress(Exception):  # the next attempt restores too, and two restores need twice the memory
-        self._guard.result(restoring)
+        self._wait.result(restoring)
       raise
-    start = self._guard.result(restoring)
+    start = self._wait.result(restoring)
     resume(start)
-    if self._session.preemption.requested(start.step):
+    if self._session.stop.requested(start.step):
       return dataclasses.replace(start, stops=True)
     values = self._program.schedule.placed(self._program.mesh)
     compute = lambda state, batch: self._compiled_step(state, batch, values)
@@ -82,7 +77,7 @@ class OneController:
       self._compiled_step = compiling()
       return
     with contextlib.suppress(StopRequested):  # `start` asks next
-      self._compiled_step = Waiter(compiling, "the compilation").unless(lambda: self._session.preemption.noticed)
+      self._compiled_step = self._wait.until_stop(compiling, "the compilation")
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, (batch, tally) = next(self._batches)
@@ -105,7 +100,7 @@ class OneController:
     return evaluation | self._witness.programs(view.slices)
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
-    preemption, step = self._session.preemption, self._elastic.steps.last_step
+    stop, step = self._session.stop, self._elastic.last_step
     several = self._session.cluster.world.size > 1
 
     def compute() -> list[list[LossSums]]:
@@ -116,18 +111,14 @@ class OneController:
         for feed, count in zip(self._evaluations, batches, strict=True):
           sums.append([])
           for index in range(count):
-            if preemption.requested(step) if several else preemption.noticed:
+            if stop.requested(step) if several else stop.noticed:
               raise StopRequested
             sums[-1].append(compute_losses(params, feed(index)))
             jax.block_until_ready(sums[-1][-2:-1])  # a request to end must not wait for more than two batches
         return driver.on_host(sums)
 
-    wait = functools.partial(self._guard.call, compute, f"the evaluation at step {step}")
     # Several processes must stop at the same batch. One need not even wait for the compilation.
-    return wait() if several else Waiter(wait, "the evaluation").unless(lambda: preemption.noticed)
-
-  def call(self, work: Callable[[], object], what: str) -> Any:
-    return self._guard.call(work, what)
+    return self._wait.call(compute, f"the evaluation at step {step}", until_stop=not several)
 
   def resize_due(self, n: int) -> bool:
     return self._elastic.resize_due(self._view, n)

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.plan import Wire, pieces

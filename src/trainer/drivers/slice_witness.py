@@ -17,10 +17,8 @@ from jax import Device
 
 from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.cluster import View
-from trainer.config.schema import Config
-from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.events import SliceWrong
-from trainer.elastic.hang import HangGuard
+from trainer.elastic.wait import Wait
 from trainer.parallel.mesh import DATA
 from trainer.program import program
 from trainer.program.checks import Checks
@@ -36,12 +34,10 @@ from worlds.membership.witness import Sums, Witness, alarm_line, draw
 class SliceWitness:
   """Compares the slices of one view."""
 
-  def __init__(
-    self, config: Config, session: Session, elastic: ElasticRun, view: View, full: Program, guard: HangGuard
-  ) -> None:
-    """full: the program of the view. guard: waits for its slices."""
-    self._config, self._session, self._elastic, self._view, self._full = config, session, elastic, view, full
-    self._guard = guard
+  def __init__(self, session: Session, view: View, full: Program, wait: Wait) -> None:
+    """full: the program of the view."""
+    self._config, self._session, self._elastic = session.config, session, session.elastic
+    self._view, self._full, self._wait = view, full, wait
     self.proof: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
     # {slice: its last comparison without a difference, in this attempt}. States are equal after wrong sums, too.
     self._equal_states: dict[int, str] = {}
@@ -58,9 +54,9 @@ class SliceWitness:
       state = dataclasses.replace(state, params=params, opt_state=opt_state)
     if period and n % period == 0 and self._view.num_alive > 1:
       with self._session.watchdog.during("witness"):
-        self._guard.call(functools.partial(jax.block_until_ready, state), f"step {n - 1}")  # may end a recovery
+        self._wait.call(functools.partial(jax.block_until_ready, state), f"step {n - 1}")  # may end a recovery
         with self._elastic.recovery.paused():
-          self._guard.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
+          self._wait.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
     return state
 
   def _compare(self, state: TrainState, n: int) -> None:

@@ -13,71 +13,50 @@ from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
-from trainer.elastic.elastic_run import ElasticRun, Job, Outcome, Shared
+from trainer.elastic.elastic_run import ElasticRun, Outcome
 from trainer.elastic.events import Event, Kind, classify
-from trainer.elastic.faults import FaultInjector, expand
-from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
-from trainer.elastic.recovery import RecoveryLog
-from trainer.observe.events import EventLog, read_events
+from trainer.elastic.faults import expand
 
-_RESET_STEPS = 10  # completed steps after which the count of attempts is reset
-_SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
-
-# attempt(elastic, view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
-RunAttempt = Callable[[ElasticRun, View, frozenset[int]], Outcome]
+# attempt(view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
+RunAttempt = Callable[[View, frozenset[int]], Outcome]
 
 
 def elastic_retry(
   attempt: RunAttempt,
-  session: Shared,
-  cfg: ElasticSection,
+  elastic: ElasticRun,
   *,
-  job: Job,
   stop: Callable[[], bool] = lambda: False,
-  clock: Callable[[], float] = time.monotonic,
   sleep: Callable[[float], None] = time.sleep,
 ) -> Outcome:
   """Calls `attempt` until it is complete or preempted, on the slices that are alive, and returns its outcome.
 
   Without elastic_enabled that is one attempt on all slices. Errors that are no lost slice are raised unchanged, with a
   note that says why they were not retried. Once stop() is true, the loop waits for no more slices: the attempt runs on
-  those that are alive, to save what they hold. Raises ConfigError as `check` does, before the first attempt, and
-  TimeoutError for too few slices within elastic_timeout_seconds.
+  those that are alive, to save what they hold. Raises TimeoutError for too few slices within elastic_timeout_seconds.
   """
-  cluster, log, events = session.cluster, session.log, session.events
-  elastic = ElasticRun(
-    cfg,
-    job,
-    session,
-    _injector(cluster, check(cluster, cfg, job.steps), events, clock),
-    RetryPolicy(cfg.elastic_max_retries, _RESET_STEPS),
-    ResizePolicy(cfg.elastic_min_resize_interval_seconds, clock),
-    SnapshotPolicy(max(cfg.snapshot_period, 0), _SNAPSHOT_OVERHEAD, job.state_bytes),
-    RecoveryLog(events, log, session.programs.counter, job.tokens_per_step, clock),
-    clock,
-  )
+  cluster = elastic.cluster
   try:
-    if cfg.elastic_enabled and cluster.recovers_in_process:
+    if elastic.cfg.elastic_enabled and cluster.recovers_in_process:
       outcome = _Loop(attempt, elastic, stop, sleep).run()
     else:
       outcome = _run(attempt, elastic, cluster.view(cluster.slices), frozenset(cluster.slices), number=1)
   finally:
-    session.programs.close()
-  if elastic.faults.faults and outcome.kind == "complete":
-    log.warning(f"these faults of fault_injection never happened: {', '.join(map(str, elastic.faults.faults))}")
+    elastic.programs.close()
+  if (missed := elastic.faults.faults) and outcome.kind == "complete":
+    elastic.log.warning(f"these faults of fault_injection never happened: {', '.join(map(str, missed))}")
   return outcome
 
 
 def _run(attempt: RunAttempt, elastic: ElasticRun, view: View, survivors: frozenset[int], number: int) -> Outcome:
-  elastic.steps.begin_attempt()
-  elastic.session.events.emit("attempt_start", attempt=number, step=elastic.steps.last_step, slices=list(view.slices))
+  elastic.begin_attempt()
+  elastic.events.emit("attempt_start", attempt=number, step=elastic.last_step, slices=list(view.slices))
   # Arrays that are not placed explicitly must not go to a dead slice's device. The context manager jax.default_device
   # would hold for this thread only, and an attempt restores, prefetches and compiles in others.
   before = jax.config.jax_default_device
   local = (device for devices in view.devices for device in devices if device.process_index == jax.process_index())
   jax.config.update("jax_default_device", next(local, before))
   try:
-    return attempt(elastic, view, survivors)
+    return attempt(view, survivors)
   finally:
     jax.config.update("jax_default_device", before)
 
@@ -89,12 +68,11 @@ class _Loop:
     self, attempt: RunAttempt, elastic: ElasticRun, stop: Callable[[], bool], sleep: Callable[[float], None]
   ) -> None:
     self._attempt, self._elastic, self._stop, self._sleep = attempt, elastic, stop, sleep
-    self._session = elastic.session
     self._unexplained_at = -1  # step of the last attempt's unexplained error; -1: it ended otherwise
 
   def run(self) -> Outcome:
     """The outcome of the last attempt."""
-    elastic, cluster, log = self._elastic, self._session.cluster, self._session.log
+    elastic, cluster, log = self._elastic, self._elastic.cluster, self._elastic.log
     log.line("Elastic utils: Elastic training enabled.")
     log.line("Elastic Retry Enabled")
     view: View | None = None
@@ -104,7 +82,7 @@ class _Loop:
       before, view = view, self._wait()
       if view is None:
         log.line("Stopping with no slice alive: progress since the last checkpoint is lost.")
-        return Outcome("preempted", elastic.steps.last_step)
+        return Outcome("preempted", elastic.last_step)
       survivors = frozenset(view.slices)
       if before is not None:  # a slice may also have died during the wait, and its replacement answers by now
         survivors &= frozenset(before.slices) - cluster.died(before)
@@ -114,7 +92,7 @@ class _Loop:
         if not self._can_retry(error, view):
           raise
       else:
-        self._session.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
+        self._elastic.events.emit("attempt_end", step=outcome.step, outcome=outcome.kind)
         if outcome.kind != "slice_up":
           return outcome
         self._grow(view, outcome.step)
@@ -122,7 +100,7 @@ class _Loop:
   def _wait(self) -> View | None:
     """The view of the next attempt: as soon as enough slices are alive, or of those alive once the run must stop."""
     elastic = self._elastic
-    cluster, timeout = self._session.cluster, elastic.cfg.elastic_timeout_seconds
+    cluster, timeout = self._elastic.cluster, elastic.cfg.elastic_timeout_seconds
     if elastic.recovery.under_way:
       elastic.begin_wait()
     alive = cluster.wait_for(elastic.fewest_slices, timeout, self._stop)
@@ -133,16 +111,16 @@ class _Loop:
     """Whether another attempt makes sense after `error` of the last one; prepares for it, after a pause if need be."""
     elastic = self._elastic
     elastic.announce()  # if the attempt ended before it had a state
-    event = classify(error, self._session.cluster, view)
+    event = classify(error, self._elastic.cluster, view)
     outcome = "slice_down" if event.is_slice_loss else "failed"
-    self._session.events.emit("attempt_end", step=elastic.steps.last_step, outcome=outcome)
-    step = elastic.steps.current_step
+    self._elastic.events.emit("attempt_end", step=elastic.last_step, outcome=outcome)
+    step = elastic.current_step
     retry = event.is_slice_loss or (event.kind is Kind.UNKNOWN and step != self._unexplained_at)
     if event.is_slice_loss:
       self._lose(event, view)
     elif retry:
-      self._session.log.warning(f"step {step} failed for an unknown reason ({event.reason}). Trying it once more")
-      self._session.programs.forget_steps()  # in case the reason is a step that was compiled for a slice's earlier life
+      self._elastic.log.warning(f"step {step} failed for an unknown reason ({event.reason}). Trying it once more")
+      self._elastic.programs.forget_steps()  # in case the reason is a step that was compiled for a slice's earlier life
     self._unexplained_at = step if event.kind is Kind.UNKNOWN else -1
     pause = elastic.retries.failed() if retry else None
     if pause is None:
@@ -151,7 +129,7 @@ class _Loop:
     traceback.clear_frames(error.__traceback__)  # they hold the dead attempt's arrays
     elastic.announce_next_attempt()
     if pause:
-      self._session.log.line(f"No progress since the last event; pausing {pause:g} s.")
+      self._elastic.log.line(f"No progress since the last event; pausing {pause:g} s.")
       self._pause(pause)
     return True
 
@@ -159,19 +137,19 @@ class _Loop:
     """Records that slices of `view` were lost."""
     elastic = self._elastic
     # The fault came after the last sign of life. The exact time is known only for an injected fault.
-    began = max(elastic.steps.last_progress_at, elastic.faults.last_fired_at)
-    elastic.lose(event, frozenset(view.slices) - event.lost, began, before=view.num_alive, step=elastic.steps.last_step)
+    began = max(elastic.last_progress_at, elastic.faults.last_fired_at)
+    elastic.lose(event, frozenset(view.slices) - event.lost, began, before=view.num_alive, step=elastic.last_step)
 
   def _grow(self, view: View, step: int) -> None:
     """Records that the attempt on `view` has ended after `step` so that the next one uses returned slices."""
     elastic = self._elastic
     elastic.resizes.resized()
-    if lost := self._session.cluster.lost(view):
+    if lost := self._elastic.cluster.lost(view):
       self._lose(Event(Kind.SLICE_DOWN, "the health check at a resize missed it", lost), view)
-    alive = self._session.cluster.alive()
+    alive = self._elastic.cluster.alive()
     returned = sorted(alive - frozenset(view.slices))
     if not returned:
-      self._session.log.line("The returned slices do not answer any more. Continuing without them.")
+      self._elastic.log.line("The returned slices do not answer any more. Continuing without them.")
       return
     elastic.grow(returned, alive, before=view.num_alive, step=step)
 
@@ -207,19 +185,3 @@ def check(cluster: Cluster, cfg: ElasticSection, steps: int) -> list[Fault]:
       "Delete a worker pod there, or rehearse with cluster_standin=3x4, cluster=simulated or trainer.launch.local."
     )
   return faults
-
-
-def _injector(cluster: Cluster, faults: list[Fault], events: EventLog, clock: Callable[[], float]) -> FaultInjector:
-  """The injector of those `faults` that no earlier process of this run has injected."""
-  if faults and events.run_directory is not None:
-    before = [record.get("fault") for record in read_events(events.run_directory) if record["kind"] == "fault_injected"]
-    for fault in list(faults):
-      if str(fault) in before and not fault.sticky:
-        before.remove(str(fault))
-        faults.remove(fault)
-
-  def record(fault: Fault, step: int) -> None:
-    events.emit("fault_injected", slice=fault.slice, fault=str(fault), step=step)
-    events.flush()  # the next thing may be SIGKILL
-
-  return FaultInjector(faults, cluster.fault_target, record, clock=clock, acts=lambda: cluster.coordination.is_primary)

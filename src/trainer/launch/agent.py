@@ -15,7 +15,7 @@ import argparse
 import sys
 
 from trainer import commands
-from trainer.process import signals
+from worlds.interruptions import run_launcher
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,4 +72,4 @@ def _run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-  signals.run_launcher(main)
+  run_launcher(main)

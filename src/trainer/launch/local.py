@@ -15,7 +15,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from trainer import commands
-from trainer.process import signals
+from worlds.interruptions import run_launcher
 
 if TYPE_CHECKING:
   from worlds.supervisor import Where
@@ -129,4 +129,4 @@ def _listen(options: argparse.Namespace) -> Where:
 
 
 if __name__ == "__main__":
-  signals.run_launcher(main)
+  run_launcher(main)

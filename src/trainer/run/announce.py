@@ -54,7 +54,7 @@ def announce(
     log.line(line)
   if warning := describe.vocabulary_warning(source, model.vocab_size):
     log.warning(warning)
-  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.coordination.saves_in_storage()
+  copied, in_storage = cluster.copied(cluster.view(cluster.slices)), cluster.saves_in_storage()
   for shortage in disk_space.warnings(config, full.state, in_storage=in_storage, copied=copied):
     log.warning(shortage)
   _print_config(config, origins, log)

@@ -16,13 +16,10 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
-from trainer.config.schema import Config
-from trainer.elastic.elastic_run import ElasticRun
-from trainer.elastic.hang import Waiter
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.program import optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
@@ -38,9 +35,7 @@ class Attempt:
 
   def __init__(
     self,
-    config: Config,
     session: Session,
-    elastic: ElasticRun,
     view: View,
     survivors: frozenset[int],
     stack: contextlib.ExitStack,
@@ -48,15 +43,21 @@ class Attempt:
   ) -> None:
     """Makes everything about these slices that needs no array. `stack` closes it. survivors: slices whose host memory
     has outlived the previous attempt. make_driver: gets this attempt with its program and its backups."""
-    self.config, self.session, self.elastic, self.view, self.survivors = config, session, elastic, view, survivors
+    self.config, self.session, self.elastic, self.view, self.survivors = (
+      session.config,
+      session,
+      session.elastic,
+      view,
+      survivors,
+    )
+    config, cluster = session.config, session.cluster
 
     def close(call: Callable[[], object]) -> None:
       session.watchdog.pause()  # no step is expected any more
       with session.watchdog.during("end of the attempt"):
         call()
 
-    cluster = session.cluster
-    self.guard = elastic.guard(view, session.watchdog.late_after)  # waits for the slices of `view`
+    self.wait = session.elastic.waits_on(view, session.watchdog.late_after, lambda: session.stop.noticed)
     self.tiers = Tiers(
       config.checkpoint,
       config.run_directory,
@@ -64,8 +65,8 @@ class Attempt:
       run_id=session.run_id,
       slices=cluster.copied(view),
       snapshots=session.snapshots,
-      saves_in_storage=cluster.coordination.saves_in_storage,
-      fetch=self.guard.call if cluster.is_behind_proxy else None,
+      saves_in_storage=cluster.saves_in_storage,
+      fetch=self.wait.call if cluster.is_behind_proxy else None,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
@@ -74,7 +75,7 @@ class Attempt:
     self.program = session.programs.program(view)
     self.driver = make_driver(self)
     stack.callback(close, self.driver.close)
-    self.records = StepRecords(config, session, elastic, self.driver, self.program.mesh.devices.flat[0])
+    self.records = StepRecords(session, self.driver, self.wait, self.program.mesh.devices.flat[0])
     self.profiler = Profiler(config.run_directory, config.observe, session.log, session.events)
     stack.callback(close, self.profiler.close)
 
@@ -84,7 +85,7 @@ class Attempt:
     """Returns the newest good state, or a fresh one."""
     session, begin = self.session, time.monotonic()
     session.snapshots.begin_attempt(dict(zip(self.view.slices, self.view.devices)), self.survivors)
-    completed = self.elastic.steps.last_step
+    completed = self.elastic.last_step
     if (saved := self.tiers.restore_newest(self.program.state, self._accept, completed=completed)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
     elif completed:
@@ -96,7 +97,7 @@ class Attempt:
     else:
       if earlier := session.metrics.earlier_step:
         session.log.line(f"No checkpoint is left, though step {earlier} was completed: the run begins again at step 0.")
-      state, step, tier, meta = _fresh_state(self.config, session, self.program), 0, "none", None
+      state, step, tier, meta = _fresh_state(session, self.program), 0, "none", None
     jax.block_until_ready(state)
     if self.elastic.uses_snapshots:
       session.snapshots.reserve(state)
@@ -136,7 +137,7 @@ class Attempt:
   def _wait_for_snapshot(self) -> None:
     """Returns when no snapshot is being copied. A slice that hangs never completes its copy: raises SliceHang."""
     if self.session.snapshots.busy:
-      self.driver.call(self.session.snapshots.wait, "the last snapshot")
+      self.wait.call(self.session.snapshots.wait, "the last snapshot")
 
   def save(self, actions: Actions, step: int, state: TrainState, loss: float | None) -> None:
     """Saves what is due. loss: of the evaluation of this state, if it was evaluated."""
@@ -188,7 +189,7 @@ class Attempt:
 
   def _unless_ending(self, work: Callable[[], Any], name: str) -> Any:
     with self.session.watchdog.during(name):
-      return Waiter(work, f"the {name}").unless(lambda: self.session.preemption.noticed)
+      return self.wait.until_stop(work, f"the {name}")
 
   # ---- evaluations
 
@@ -218,7 +219,7 @@ class Attempt:
       try:
         sums = self.driver.evaluate(params, data.eval_batches(self.config.observe.eval_steps))
       except StopRequested:
-        session.preemption.requested(step)
+        session.stop.requested(step)
         session.log.line(f"The evaluation at step {step} stops here: another process does it.")
         return None
     totals = [[sum(float(value) for value in values) for values in zip(*parts)] for parts in sums]
@@ -246,10 +247,10 @@ class Attempt:
     return True
 
 
-def _fresh_state(config: Config, session: Session, program: Program) -> TrainState:
+def _fresh_state(session: Session, program: Program) -> TrainState:
   """The state of step 0: with the parameters of load_parameters_path, or with random ones."""
   if session.parameters is None:
-    return program.init(jax.random.key(config.run.init_weights_seed))
+    return program.init(jax.random.key(session.config.run.init_weights_seed))
   source = session.parameters()
   session.log.line(f"The parameters are those of {source.where}.")
   return program.init_from(source.load(program.state.params, session.cluster.world))

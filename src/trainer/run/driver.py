@@ -30,7 +30,7 @@ class Start:
 
 
 def on_host(arrays: Any) -> Any:
-  """The arrays on the host, for `Driver.call`: a slice may also hang between a computation and the copy to the host."""
+  """The arrays on the host, for `Wait.call`: a slice may also hang between a computation and the copy to the host."""
   return jax.device_get(jax.block_until_ready(arrays))
 
 
@@ -59,9 +59,6 @@ class Driver(Protocol):
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises StopRequested
     on all processes after the same batch, if they must end."""
-
-  def call(self, work: Callable[[], object], what: str) -> Any:
-    """The result of work(), which waits for the slices; raises its error, or SliceHang. `what` names it in messages."""
 
   def resize_due(self, n: int) -> bool:
     """Whether the attempt should end after step n, so that the next one uses slices that have returned."""

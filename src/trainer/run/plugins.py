@@ -16,7 +16,7 @@ from trainer.models.decoder import Params
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.observe.metrics import Recorder
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.program.program import Program
 from trainer.run.run_data import RunData
 from trainer.world import World

@@ -12,8 +12,7 @@ from stepcost import chips
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.arrays.fingerprint import Started
 from trainer.config import counts
-from trainer.config.schema import Config
-from trainer.elastic.elastic_run import ElasticRun
+from trainer.elastic.wait import Wait
 from trainer.observe.metrics import StepRecord
 from trainer.observe.throughput import Throughput
 from trainer.program import step as step_lib
@@ -29,9 +28,10 @@ class TrainingDiverged(RuntimeError):
 class StepRecords:
   """Records each step after the next one is dispatched, so that the devices never wait for the host."""
 
-  def __init__(self, config: Config, session: Session, elastic: ElasticRun, driver: Driver, device: jax.Device) -> None:
+  def __init__(self, session: Session, driver: Driver, wait: Wait, device: jax.Device) -> None:
     """device: one of those that the driver computes on."""
-    self._config, self._session, self._elastic, self._driver = config, session, elastic, driver
+    config = session.config
+    self._config, self._session, self._driver, self._wait = config, session, driver, wait
     self._limit = config.optimizer.max_nonfinite_steps
     self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     chip = chips.find(device.device_kind)
@@ -68,7 +68,7 @@ class StepRecords:
     if self._pending is None:
       return
     (step, arrays, data_wait, slice_seconds, proof, prints, tally), self._pending = self._pending, None
-    arrays, sums, tally = self._driver.call(lambda: on_host((arrays, prints.values, tally)), f"step {step}")
+    arrays, sums, tally = self._wait.call(lambda: on_host((arrays, prints.values, tally)), f"step {step}")
     values = step_lib.metric_values(arrays)
     if self._config.observe.receipt_state_period:
       proof = proof | {"examples": Tally.of_sum(tally).hex}
@@ -100,7 +100,7 @@ class StepRecords:
     self._session.progress.step(record)
     self._session.metrics.write(record)
     self._session.watchdog.step_done(step)
-    self._elastic.completed(step, seconds, alive)
+    self._session.elastic.completed(step, seconds, alive)
     self._session.snapshots.confirm(step)
     if skipped:
       self._nonfinite(record, skipped)

@@ -58,7 +58,7 @@ class Services(Plugin):
       stack.callback(writer.join)
       stack.callback(writer.close, None)
       run.events.subscribe(lambda record: writer.put(lambda recording: recording.record(record)))
-    if observe.sends_to("checkpoint_logger") and run.cluster.coordination.is_primary:
+    if observe.sends_to("checkpoint_logger") and run.cluster.is_primary:
       from trainer.services.cloud_logger import CheckpointTimings
 
       stack.enter_context(CheckpointTimings(directory, name, run.log))

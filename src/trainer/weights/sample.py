@@ -10,7 +10,7 @@ import jax
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import Tokenizer
 from trainer.models.decoder import DecoderFunctions, Params
-from trainer.process.signals import StopRequested
+from trainer.process.stop import StopRequested
 from trainer.run.plugins import Completed, Plugin
 from trainer.weights import generation
 from trainer.weights.generation import Sampling
@@ -32,7 +32,7 @@ class Sample(Plugin):
 
   def completed(self, done: Completed) -> None:
     run, config, prog, prompt = self.run, self.config, done.program, self.config.observe.sample_prompt
-    if not prompt or not run.cluster.coordination.saves_in_storage():
+    if not prompt or not run.cluster.saves_in_storage():
       return
     tokenizer = self.data.train.tokenizer
     if tokenizer is None or run.cluster.world.size > 1:

@@ -17,7 +17,7 @@ from trainer.cluster.launched import check, run_rules
 from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.schema import Config
-from trainer.process.signals import requests
+from trainer.process.stop import requests
 from worlds.exit_codes import FAILED, INTERRUPTED
 from worlds.interruptions import Repeats
 

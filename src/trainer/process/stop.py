@@ -1,7 +1,8 @@
-"""Signals that end the process, from the first line of the command until the process has ended with its exit code.
+"""Why and when the process must stop: its signals, and what the processes of a run agree on.
 
-SIGTERM, SIGUSR1 (the warning of Slurm and other schedulers) and SIGHUP (a lost terminal; ignored under nohup) are
-requests to save and end. SIGINT is Ctrl-C.
+`Stop` lives from the first line of the command until the process has ended with its exit code. SIGTERM, SIGUSR1 (the
+warning of Slurm and other schedulers) and SIGHUP (a lost terminal; ignored under nohup) are requests to save and end. A
+request to one process is one to all, and all agree on a step. SIGINT is Ctrl-C.
 
 | phase | request | SIGINT |
 |---|---|---|
@@ -28,10 +29,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING
 
 from worlds.exit_codes import INTERRUPTED, PREEMPTED
-from worlds.interruptions import REQUESTS, SAME_SIGNAL_SECONDS, Handler, end_before_start, requests
+from worlds.interruptions import REQUESTS, SAME_SIGNAL_SECONDS, Handler, requests
+
+if TYPE_CHECKING:
+  from trainer.world import World
 
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
@@ -46,10 +50,13 @@ class _Phase(enum.Enum):
   ENDING = enum.auto()
 
 
-class Signals:
-  """Owns the handlers of the process. Made once, in the main thread, before anything slow is imported. Python runs a
-  handler only between two bytecodes of the main thread, which may be in an import, a compilation or a hung collective
-  for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once."""
+class Stop:
+  """Owns the handlers of the process, and answers after each step whether to save and end. Made once, in the main
+  thread, before anything slow is imported.
+
+  Python runs a handler only between two bytecodes of the main thread, which may be in an import, a compilation or a
+  hung collective for minutes. A thread therefore reads each signal from a pipe that Python's C handler writes at once.
+  """
 
   def __init__(self) -> None:
     self.on_exit: Callable[[int], None] = lambda code: None  # records an exit while starting; gets the exit code
@@ -62,15 +69,70 @@ class Signals:
     self._leaving = threading.Lock()
     self._before: tuple[Mapping[int, object], int] | None = None  # handlers and wakeup descriptor
     self._pipe = -1  # its end for Python's C handler
+    self._world: World | None = None  # None: no run is open, or it does not save at a request
+    self._asked = 0  # how often all processes have asked
+    self._agreed = False
+    self._announced = False
 
-  def record_exit(self, record: Callable[[int], None]) -> None:
-    """record: of an exit while starting; gets the exit code."""
-    self.on_exit = record
+  def join_run(
+    self,
+    world: World,
+    *,
+    saves: bool,
+    log: Callable[[str], None] = lambda line: None,
+    emit: Callable[..., object] = lambda kind, **fields: None,
+    agreed: Callable[[], bool] | None = None,
+    asked: Callable[[], bool] = lambda: False,
+    on_exit: Callable[[int], None] = lambda code: None,
+  ) -> None:
+    """A run is open. Call it once, after jax.distributed has started.
+
+    saves: whether the run saves and ends at a request; if not, a request ends the process at once, as the system does.
+    agreed: whether the worlds of the run have agreed that this process ends after the last step; None: `world` is the
+    whole run. asked: whether another process was asked to end the whole run. log takes a line, emit a kind and fields
+    for events.jsonl. on_exit: records an exit before the first step; gets the exit code.
+    """
+    self.on_exit = on_exit
+    if not saves:
+      if self._before is not None:
+        for number in requests():
+          signal.signal(number, signal.SIG_DFL)
+      return
+    self._world, self._worlds_agreed, self._asked_elsewhere = world, agreed, asked
+    self._log, self._emit = log, emit
+    several = world.size > 1
+    self._reclaim(forward=several)
+    if several:  # exiting alone would leave the others waiting for this process
+      self.running()
 
   @property
   def noticed(self) -> bool:
-    """Whether this process was asked to save and end."""
-    return bool(self.request)
+    """Whether this process knows that it must save and end. Other processes may not know yet."""
+    return bool(self.request) or self._agreed or (self._world is not None and self._asked_elsewhere())
+
+  def requested(self, step: int) -> bool:
+    """Whether to save and end with the state after `step` completed steps; once true, always true.
+
+    Every process must call it equally often, and at least once in a step: the answers are the same on all of them.
+    """
+    self._asked += 1
+    if self._agreed or self._world is None:
+      return self._agreed
+    if self._worlds_agreed is not None:
+      self._agreed = self._worlds_agreed()
+    elif self._world.size == 1:
+      self._agreed = bool(self.request)
+    else:
+      from jax.experimental import multihost_utils
+
+      self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._asked))
+    if (self.request or self._agreed) and not self._announced:
+      # Not in the handler, which may have interrupted a print.
+      self._announced = True
+      request = self.request or "SIGTERM"  # received by another process
+      self._emit("preemption", step=step, signal=request)
+      self._log(f"{request} received: finishing the step, saving a checkpoint and exiting.")
+    return self._agreed
 
   def listen(self) -> None:
     """Installs the handlers. Leaves SIGINT alone if it is ignored, as for a command in a shell's background."""
@@ -85,7 +147,7 @@ class Signals:
     if sys.__stderr__ is not None:  # None: the process was started with stderr closed
       faulthandler.register(signal.SIGUSR2, file=sys.__stderr__, all_threads=True)
 
-  def reclaim(self, *, forward: bool) -> None:
+  def _reclaim(self, *, forward: bool) -> None:
     """Installs the SIGTERM handler again, after the start of a runtime that has replaced it by one in C. forward: also
     call that one when the signal comes: JAX's preemption service tells the other processes."""
     if self._before is None:
@@ -96,12 +158,6 @@ class Signals:
     signal.signal(signal.SIGTERM, self._handle)
     if forward and address not in (signal.SIG_DFL, signal.SIG_IGN, _handler_address(signal.SIGTERM)):
       self._forward = ctypes.CFUNCTYPE(None, ctypes.c_int)(address)
-
-  def leave_requests_to_the_system(self) -> None:
-    """From now on a request ends the process as if it had no handler."""
-    if self._before is not None:
-      for number in requests():
-        signal.signal(number, signal.SIG_DFL)
 
   def running(self) -> None:
     """From now on there may be something to save."""
@@ -175,17 +231,6 @@ class Signals:
     with contextlib.suppress(OSError):
       os.write(2, f"{text}\n".encode())
     os._exit(code)
-
-
-def run_launcher(main: Callable[[], int]) -> NoReturn:
-  """Runs the command of a launcher and ends the process with its exit code. Until `main` installs handlers of its own,
-  Ctrl-C and requests to end end the process at once: it has started nothing yet."""
-  for number in (*requests(), signal.SIGINT):
-    signal.signal(number, end_before_start)
-  code = main()
-  sys.stdout.flush()
-  sys.stderr.flush()
-  os._exit(code)  # its threads are of no use any more, and the interpreter's end takes seconds on a busy machine
 
 
 def _handler_address(number: int) -> int:

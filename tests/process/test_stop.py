@@ -1,4 +1,4 @@
-"""Signals to real processes in each phase, from the first import to the interpreter's shutdown."""
+"""Signals to real processes in each phase, from the first import to the interpreter's shutdown, and one request."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ import time
 
 import pytest
 
+from trainer.process.stop import Stop
+from trainer.world import SINGLE_WORLD
+
 ROOT = pathlib.Path(__file__).parents[2]
 SOURCES = ROOT / "src"
 HEADER = """
-import atexit, ctypes, os, signal, sys, threading, time
-from trainer.process.signals import Signals
-signals = Signals()
-signals.listen()
+import atexit, ctypes, os, signal, sys, threading, time, types
+from trainer.process.stop import Stop
+stop = Stop()
+stop.listen()
 """
 # A call into C that releases the GIL and that no signal interrupts, such as a compilation or a collective.
 CALL = "__import__('hashlib').pbkdf2_hmac('sha256', b'', b'', {})"
@@ -75,16 +78,16 @@ def test_while_starting_sigint_ends_the_process_at_once(running, work):
 # ---- running
 
 LOOP = f"""
-signals.running()
+stop.running()
 {READY}
-while not signals.noticed:
+while not stop.noticed:
   time.sleep(0.01)
 print("asked", flush=True)
 """
 
 
 def test_nohup_keeps_sighup_ignored(running):
-  process = running(f"{LOOP}\nprint(signals.request)", "nohup")
+  process = running(f"{LOOP}\nprint(stop.request)", "nohup")
   process.send_signal(signal.SIGHUP)
   time.sleep(0.5)
   assert process.poll() is None
@@ -105,7 +108,7 @@ def test_a_second_sigterm_ends_at_once_and_repetitions_of_the_first_do_not(runni
 
 def test_the_first_sigint_is_a_keyboard_interrupt_and_the_second_ends_at_once(running):
   code = f"""
-signals.running()
+stop.running()
 try:
   {READY.strip()}
   time.sleep(60)
@@ -124,7 +127,7 @@ except KeyboardInterrupt:
 
 # ---- ending
 
-ENDING = f"signals.running(); signals.ending(7)\n{READY}"
+ENDING = f"stop.running(); stop.ending(7)\n{READY}"
 
 
 def test_while_ending_the_exit_code_stays(running):
@@ -145,10 +148,44 @@ def test_the_interpreters_shutdown_is_not_interrupted(running, number):
   atexit.register(kill)
   sys.kept = Late(kill)
   print("ready", flush=True)
-  signals.ignore()
+  stop.ignore()
   sys.exit(7)
   """
   assert running(code).wait(30) == 7
+
+
+# ---- a request, and what the loop does
+
+
+def test_a_request_is_announced_once_and_stays():
+  stop, lines, events = Stop(), [], []
+  emit = lambda kind, **fields: events.append((kind, fields))
+  stop.join_run(SINGLE_WORLD, saves=True, log=lines.append, emit=emit)
+  assert not stop.requested(1) and not stop.noticed
+  stop.request = "SIGUSR1"
+  assert stop.noticed
+  assert stop.requested(2) and stop.requested(3)
+  assert lines == ["SIGUSR1 received: finishing the step, saving a checkpoint and exiting."]
+  assert events == [("preemption", {"step": 2, "signal": "SIGUSR1"})]
+
+
+def test_the_loop_of_a_run_that_does_not_save_gets_no_request():
+  stop = Stop()
+  stop.join_run(SINGLE_WORLD, saves=False)
+  stop.request = "SIGTERM"
+  assert not stop.requested(1)
+
+
+def test_worlds_that_agree_end_a_process_which_received_no_signal():
+  stop, lines, asked = Stop(), [], []
+  stop.join_run(SINGLE_WORLD, saves=True, log=lines.append, agreed=lambda: bool(asked), asked=lambda: bool(asked))
+  stop.request = "SIGTERM"
+  assert not stop.requested(1), "one world must not decide alone"
+  stop.request = ""
+  assert not stop.noticed
+  asked.append(True)
+  assert stop.noticed and stop.requested(2)
+  assert lines == ["SIGTERM received: finishing the step, saving a checkpoint and exiting."]
 
 
 # ---- handlers of other code
@@ -163,16 +200,16 @@ def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):
   libc = ctypes.CDLL(None)
   libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
   libc.signal(signal.SIGTERM, ctypes.cast(native, ctypes.c_void_p))
-  signals.reclaim(forward={forward})
-  signals.running()
+  stop.join_run(types.SimpleNamespace(size={size}), saves=True)
+  stop.running()
   print("ready", flush=True)
-  while not signals.noticed:
+  while not stop.noticed:
     time.sleep(0.01)
   time.sleep(0.1)
   print(seen)
   """
-  assert answer(running(code.replace("{forward}", "True")), signal.SIGTERM) == (0, "[15]\n")
-  assert answer(running(code.replace("{forward}", "False")), signal.SIGTERM) == (0, "[]\n")
+  assert answer(running(code.replace("{size}", "2")), signal.SIGTERM) == (0, "[15]\n")
+  assert answer(running(code.replace("{size}", "1")), signal.SIGTERM) == (0, "[]\n")
 
 
 # ---- the command

@@ -1,4 +1,4 @@
-"""Waits that detect slices that do not answer."""
+"""Waits that detect slices that do not answer, and requests to stop."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ import pytest
 
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.elastic.events import SliceHang
-from trainer.elastic.hang import HangGuard
+from trainer.elastic.wait import Wait
 from trainer.observe.log import get
+from trainer.process.stop import StopRequested
 from trainer.run.driver import on_host
 
 CHECK, SILENCE = 0.0625, 0.5  # seconds
 
 
 class Guarded:
-  """A guard on four slices: the health check returns `alive`, and the work ends with `release`."""
+  """Waits on four slices: the health check returns `alive`, and the work ends with `release`."""
 
   def __init__(self):
     devices = jax.devices()
@@ -28,7 +29,7 @@ class Guarded:
     self.lines = []
     log = get(None)
     log.redirect(self.lines.append)
-    self.guard = HangGuard(self.cluster, self.view, CHECK, SILENCE, log)
+    self.waits = Wait(self.cluster, self.view, CHECK, SILENCE, log)
     self.ended = threading.Event()
 
   def answer(self, *answers):
@@ -37,7 +38,7 @@ class Guarded:
     self.cluster.alive = lambda: frozenset(rest.pop(0) if len(rest) > 1 else rest[0])
 
   def wait(self):
-    return self.guard.call(lambda: self.ended.wait() and "done", "step 7")
+    return self.waits.call(lambda: self.ended.wait() and "done", "step 7")
 
 
 @pytest.fixture
@@ -64,9 +65,9 @@ def test_a_slice_that_hangs_when_its_result_is_read_hangs(guarded):
 
   guarded.answer({0, 2, 3})
   with pytest.raises(SliceHang, match=r"step 7 .* slices \[1\] do not answer"):
-    guarded.guard.call(lambda: on_host({"metrics": Result()}), "step 7")
+    guarded.waits.call(lambda: on_host({"metrics": Result()}), "step 7")
   guarded.ended.set()
-  assert guarded.guard.call(lambda: on_host({"metrics": Result()}), "step 8")["metrics"].shape == (6,)
+  assert guarded.waits.call(lambda: on_host({"metrics": Result()}), "step 8")["metrics"].shape == (6,)
 
 
 def test_slices_that_are_all_silent_may_only_be_busy(guarded):
@@ -93,8 +94,24 @@ def test_a_slow_call_on_answering_slices_is_waited_for(guarded):
 def test_a_long_wait_has_few_warnings(guarded, answers):
   """The slices are asked every 5 s for ten minutes."""
   guarded.answer(answers)
-  guard = HangGuard(guarded.cluster, guarded.view, 60.0, 3600.0, guarded.guard._log, late_after=lambda: 5.0)
-  waits = iter([False] * 120 + [True])
-  waiter = types.SimpleNamespace(what="step 7", done=lambda timeout: next(waits), result=lambda: "done")
-  assert guard.result(waiter) == "done"
+  waits = Wait(guarded.cluster, guarded.view, 60.0, 3600.0, guarded.waits._log, late_after=lambda: 5.0)
+  answered = iter([False] * 120 + [True])
+  task = types.SimpleNamespace(what="step 7", is_done=lambda timeout: next(answered), result=lambda: "done")
+  assert waits.result(task) == "done"
   assert len(guarded.lines) == 7 and "has not finished in 320 s" in guarded.lines[-1]
+
+
+@pytest.mark.parametrize("asks", [0.0, CHECK])
+def test_a_wait_until_the_process_must_stop_asks_the_slices_too(guarded, asks):
+  stops = []
+  waits = Wait(guarded.cluster, guarded.view, asks, SILENCE, guarded.waits._log, stop=lambda: bool(stops))
+  guarded.answer({0, 1, 2, 3})
+  work = lambda: guarded.ended.wait() and "done"
+  threading.Timer(3 * CHECK, stops.append, [True]).start()
+  with pytest.raises(StopRequested):
+    waits.call(work, "step 7", until_stop=True)
+  assert any("all its slices answer" in line for line in guarded.lines) == bool(asks)
+  with pytest.raises(StopRequested):
+    waits.until_stop(work, "the compilation")
+  guarded.ended.set()
+  assert waits.call(work, "step 7", until_stop=True) == waits.until_stop(work, "the compilation") == "done"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import time
-import urllib.parse
 from collections.abc import Iterable
 
 from trainer.config.errors import ConfigError
@@ -78,25 +76,5 @@ def read(folder: str, name: str) -> Row:
 
 def body(rows: Iterable[Row], now: float) -> str:
   """The list as the body of an HTML page."""
-  rows = list(rows)
-  head = "".join(f'<th scope="col"><button type="button">{heading}</button></th>' for heading in _HEADINGS)
-  body = "".join(_row(row, now) for row in rows)
-  return (
-    f"<h1>{markup.count(len(rows), 'run')}</h1>"
-    '<p class="sub">A heading sorts the list.</p>'
-    f'<table class="runs"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-  )
-
-
-def _row(row: Row, now: float) -> str:
-  state, tone = row.state(now)
-  link = f'<a href="{urllib.parse.quote(row.name)}/">{html.escape(row.name)}</a>'
-  cells: list[tuple[str, object, str]] = [(link, row.name, ""), (state, state, f' class="{tone}"')]
-  cells += [(text, key, ' class="number"') for text, key in row.cells]
-  if row.problem:
-    cells.append((html.escape(row.problem), "", f' colspan="{len(_HEADINGS) - 2}"'))
-  tds = "".join(
-    f'<td data-label="{label}" data-key="{html.escape(str(key))}"{more}>{text}</td>'
-    for label, (text, key, more) in zip(_HEADINGS, cells)
-  )
-  return f"<tr>{tds}</tr>"
+  shown = [(row, *row.state(now)) for row in rows]
+  return markup.macros().runs(markup.count(len(shown), "run"), _HEADINGS, shown)

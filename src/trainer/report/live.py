@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import threading
@@ -18,7 +19,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.events import EVENTS_FILE
 from trainer.observe.metrics import METRICS_FILE, format_duration
-from trainer.report import goodput, history, incidents, list_page, page
+from trainer.report import goodput, history, incidents, list_page, markup, page
 from trainer.report.history import RunHistory
 from trainer.report.list_page import Row
 
@@ -170,8 +171,8 @@ def _failing_saves(run: RunHistory, now: float) -> str:
   return f"saves fail since {since} UTC: the newest checkpoint is of step {last['newest']}, from {age} ago"
 
 
-# What a browser loads once. Its script fetches `state` from the same server and shows what is new.
-SHELL = (
-  '<p id="notice" class="notice" role="status"></p><main id="main"></main>'
-  f"<script>{Path(__file__).with_name('page.js').read_text()}</script>"
-)
+@functools.cache
+def shell() -> str:
+  """What a browser loads once. Its script fetches `state` from the same server and shows what is new."""
+  script = Path(__file__).with_name("page.js").read_text()
+  return markup.page("Run", markup.macros().live(script))

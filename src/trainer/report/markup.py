@@ -1,27 +1,33 @@
-"""HTML of the report pages: tables, and numbers as a person reads them. page.css is a part of each page."""
+"""HTML of the report pages, from the macros of page.html, and numbers as a person reads them."""
 
 from __future__ import annotations
 
 import base64
-import html
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from trainer.observe.metrics import format_duration
 
-Rows = Iterable[Sequence[Any]]
+_FOLDER = Path(__file__).parent
+
+
+@functools.cache
+def macros() -> Any:
+  """The macros of page.html. They escape all text, but not what other macros return."""
+  loader = jinja2.FileSystemLoader(_FOLDER)
+  environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+  environment.filters |= {"cell": cell, "duration": duration, "money": money}
+  return environment.get_template("page.html").module
 
 
 def page(title: str, body: str) -> str:
-  """A whole HTML file that loads nothing."""
-  style = Path(__file__).with_name("page.css").read_text().strip()
-  return (
-    '<!DOCTYPE html><html lang="en"><head><meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    f"<title>{html.escape(title)}</title><style>{style}</style></head>\n<body>{body}</body></html>\n"
-  )
+  """A whole HTML file that loads nothing. body: HTML, as the macros return it."""
+  return macros().page(title, (_FOLDER / "page.css").read_text().strip(), body)
 
 
 def picture(text: str, images: Sequence[tuple[int | None, bytes]]) -> str:
@@ -32,26 +38,7 @@ def picture(text: str, images: Sequence[tuple[int | None, bytes]]) -> str:
   *others, (_, image) = (
     (screen, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}") for screen, data in images
   )
-  sources = "".join(f'<source media="(max-width: {screen}px)" srcset="{data}">' for screen, data in others)
-  return f'<figure><picture>{sources}<img alt="{html.escape(text)}" src="{image}"></picture></figure>'
-
-
-def folded(summary: str, content: str) -> str:
-  """`content` that a click on `summary` shows."""
-  return f"<details><summary>{html.escape(summary)}</summary>{content}</details>"
-
-
-def facts(values: dict[str, Any]) -> str:
-  rows = "".join(
-    f"<tr><td>{html.escape(str(k))}</td><td>{html.escape(cell(v, k))}</td></tr>" for k, v in values.items()
-  )
-  return f'<table class="facts">{rows}</table>'
-
-
-def table(headings: Sequence[str], rows: Rows) -> str:
-  head = "".join(f"<th>{html.escape(heading)}</th>" for heading in headings)
-  body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-  return f'<div class="scroll"><table><tr>{head}</tr>{body}</table></div>'
+  return macros().picture(text, others, image)
 
 
 def cell(value: Any, name: str = "") -> str:

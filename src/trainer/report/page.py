@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import math
 from typing import Any
 
@@ -76,7 +75,7 @@ def body(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0)
 def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str, price: float) -> str:
   happened = incidents.find(run)
   parts = [
-    f"<h1>{html.escape(run.name)}</h1>{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
+    f"{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
     sections.evaluation_sets(run),
     sections.incidents(run, happened, price),
     sections.goodput(run, goodput, price),
@@ -106,8 +105,7 @@ def _summary(run: RunHistory, happened: list[Incident]) -> str:
     )
   if run.start.get("time"):
     facts.append(f"Last start: {run.start['time'][:19].replace('T', ' ')} UTC")
-  told = html.escape(". ".join(facts))
-  return f'<p class="{tone}">{end}</p><p class="lead">{", ".join(lost)}</p><p class="sub">{told}</p>'
+  return markup.macros().summary(run.name, end, tone, lost, facts)
 
 
 def _end(run: RunHistory) -> tuple[str, str]:
@@ -144,19 +142,14 @@ def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
   chips = incidents.num_chips(run)
   if price and chips:
     tiles.append(("cost of the chips", markup.money(goodput["wall_seconds"] * chips / 3600 * price)))
-  boxes = (
-    f"<div{' class=wide' * (len(value) > _TILE_LETTERS)}><b>{value}</b>{html.escape(name)}</div>"
-    for name, value in tiles
-  )
-  return f'<div class="tiles">{"".join(boxes)}</div>'
+  return markup.macros().tiles(tiles, _TILE_LETTERS)
 
 
 def _sample(run: RunHistory) -> str:
   samples = run.of_kind("sample")
   if not samples:
     return ""
-  prompt, text = (html.escape(str(samples[-1].get(key) or "")) for key in ("prompt", "text"))
-  return f"<h2>Sample</h2><p>The trained model continues the prompt (bold).</p><pre><b>{prompt}</b>{text}</pre>"
+  return markup.macros().sample(*(str(samples[-1].get(key) or "") for key in ("prompt", "text")))
 
 
 def _started(run: RunHistory) -> str:
@@ -166,7 +159,5 @@ def _started(run: RunHistory) -> str:
   facts = {"Command": start.get("command"), "Host": start.get("host"), "Commit": start.get("git_commit")}
   facts["Versions"] = ", ".join(f"{package} {version}" for package, version in (start.get("versions") or {}).items())
   known = {name: value for name, value in facts.items() if value}
-  return (
-    f"<h2>Data</h2>{sections.data(data) if data else '<p>Not recorded.</p>'}"
-    f"<h2>Start</h2>{markup.facts(known) if known else '<p>Not recorded.</p>'}"
-  )
+  section, facts = markup.macros().section, markup.macros().facts
+  return section("Data", sections.data(data) if data else "") + section("Start", facts(known) if known else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,22 +73,15 @@ _MOST_ROWS = 1000  # of a table; a million events would make a page that no brow
 def incidents(run: RunHistory, happened: list[Incident], price: float) -> str:
   """What happened besides training, one row per incident: what, why, and its cost. price: of a chip for an hour."""
   if not happened:
-    return "<h2>What happened</h2><p>No slice was lost, and no process ended early.</p>"
+    return markup.macros().section("What happened", "No slice was lost, and no process ended early.")
   shown = happened[-_MOST_ROWS:]
   some = f" The last {len(shown):,} are shown." if len(shown) < len(happened) else ""
   tokens = sum(incident.tokens or 0 for incident in happened)
   prices = [incident.price(price) for incident in happened]
   total = f" and {markup.money(sum(filter(None, prices)))}" if any(value is not None for value in prices) else ""
   seconds = markup.duration(sum(incident.own_seconds or 0.0 for incident in happened))
-  rows = "".join(_incident(incident, price) for incident in shown)
-  heading = '<th class="number">cost</th>' if price else ""
-  return (
-    f"<h2>What happened</h2><p>{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} "
-    f"together.{some}</p>"
-    '<table class="story"><tr><th>time (UTC)</th><th>event</th><th class="number">time lost</th>'
-    f'<th class="number">tokens again</th>{heading}</tr>{rows}</table>'
-    f"{_price_note(run, price)}{_phases(run)}"
-  )
+  text = f"{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} together.{some}"
+  return markup.macros().incidents(text, shown, price, incidents_lib.num_chips(run), _phases(run))
 
 
 def captions(run: RunHistory, result: dict[str, Any]) -> list[str]:
@@ -123,7 +115,7 @@ def data(values: dict[str, Any]) -> str:
   known = {key: value for key, value in values.items() if value is not None}
   if isinstance(known.get("density"), float):
     known["density"] = f"{100 * known['density']:.2f} %"
-  return markup.facts({_DATA.get(key, key.replace("_", " ")): value for key, value in known.items()})
+  return markup.macros().facts({_DATA.get(key, key.replace("_", " ")): value for key, value in known.items()})
 
 
 def evaluation_sets(run: RunHistory) -> str:
@@ -134,34 +126,8 @@ def evaluation_sets(run: RunHistory) -> str:
     losses, steps = column[known], run.evals["step"][known]
     if len(losses):
       rows.append((name, *(f"{losses[n]:.4f} (step {steps[n]:,.0f})" for n in (-1, int(np.argmin(losses))))))
-  table = markup.table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
-  return f"<h2>Evaluation sets</h2>{table}" if rows else ""
-
-
-def _incident(incident: Incident, price: float) -> str:
-  step = "" if incident.step is None else f'<span class="step">step {incident.step:,}</span>'
-  why = f' <span class="sub">{html.escape(incident.why)}</span>' if incident.why else ""
-  seconds = "" if incident.seconds is None else markup.duration(incident.seconds)
-  tokens = "" if incident.tokens is None else f'{incident.tokens:,}<span class="unit"> tokens</span>'
-  cost = incident.price(price)
-  money = f'<td class="number">{"" if cost is None else markup.money(cost)}</td>' if price else ""
-  day, _, hour = incident.time[:19].partition("T")
-  return (
-    f'<tr><td class="when">{day} {hour}{step}</td><td class="text">{html.escape(incident.what)}{why}</td>'
-    f'<td class="number">{seconds}</td><td class="number">{tokens}</td>{money}</tr>'
-  )
-
-
-def _price_note(run: RunHistory, price: float) -> str:
-  if not price:
-    return '<p class="sub">trainer.tools.report --chip-hour-price shows the cost of each event in money.</p>'
-  chips = incidents_lib.num_chips(run)
-  if not chips:
-    return '<p class="sub">The devices of the run are not recorded: no costs.</p>'
-  return (
-    f'<p class="sub">Cost: time lost x chips that waited (of {chips:,.4g}) x {price:,.4g} for a chip and hour. '
-    "Time that several events share is charged to the event that began first.</p>"
-  )
+  table = markup.macros().table(("set", "last loss", "lowest loss"), rows[:_MOST_ROWS])
+  return markup.macros().section("Evaluation sets", table) if rows else ""
 
 
 def _phases(run: RunHistory) -> str:
@@ -170,49 +136,36 @@ def _phases(run: RunHistory) -> str:
   if not recoveries:
     return ""
   rows = ([markup.cell(event.get(field), field) for field, _ in _RECOVERY] for event in recoveries[-_MOST_ROWS:])
-  table = markup.table([heading for _, heading in _RECOVERY], rows)
-  return markup.folded(f"The parts of {markup.count(len(recoveries), 'recovery', 'recoveries')}", table)
+  table = markup.macros().table([heading for _, heading in _RECOVERY], rows)
+  return markup.macros().folded(f"The parts of {markup.count(len(recoveries), 'recovery', 'recoveries')}", table)
 
 
 def goodput(run: RunHistory, result: dict[str, Any], price: float) -> str:
   """Where the wall time went: one bar of 100 %, and a row for each of its parts. result: of goodput.compute."""
-  shares = [(bucket, share) for bucket in _BUCKETS if (share := result["percent"][bucket]) > 0]
-  bar = "".join(
-    f'<span title="{_BUCKETS[bucket][0]}: {share:.2f} %" style="width:{share}%;background:{_BUCKETS[bucket][1]}">'
-    "</span>"
-    for bucket, share in shares
+  buckets = [
+    {"name": name, "color": color, "width": share, "share": f"{share:.2f}", "seconds": result["seconds"][bucket]}
+    | {"meaning": BUCKETS[bucket]}
+    for bucket, (name, color) in _BUCKETS.items()
+    if (share := result["percent"][bucket]) > 0
+  ]
+  text = (
+    f"{result['goodput_percent']:.2f} % of {format_duration(result['wall_seconds'])} "
+    f"(hours:minutes:seconds{without_pauses(result)}) were steps that count."
   )
-  hourly = price * (incidents_lib.num_chips(run) or 0.0)
-  rows = "".join(_bucket(bucket, share, result["seconds"][bucket], hourly) for bucket, share in shares)
-  return (
-    f"<h2>Where the wall time went</h2><p>{result['goodput_percent']:.2f} % of "
-    f"{format_duration(result['wall_seconds'])} (hours:minutes:seconds{without_pauses(result)}) were steps that "
-    "count.</p>"
-    f'<div class="bar">{bar}</div><div class="scroll"><table>{rows}</table></div>'
-  )
-
-
-def _bucket(bucket: str, share: float, seconds: float, hourly: float) -> str:
-  name, color = _BUCKETS[bucket]
-  money = f'<td class="number">{markup.money(seconds / 3600 * hourly)}</td>' if hourly else ""
-  return (
-    f'<tr><td class="name"><span class="key" style="background:{color}"></span> {name}</td>'
-    f'<td class="number">{seconds:,.2f} s</td><td class="number">{share:.2f} %</td>{money}'
-    f'<td class="sub meaning">{html.escape(BUCKETS[bucket])}</td></tr>'
-  )
+  return markup.macros().goodput(text, buckets, price * (incidents_lib.num_chips(run) or 0.0))
 
 
 def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str:
   """Every key with its value and where the value comes from; the keys that somebody gave come first."""
-  if not values:
-    return "<h2>Configuration</h2><p>Not recorded.</p>"
-  given = [(key, markup.scalar(value), origins[key]) for key, value in values.items() if key in origins]
-  rest = {key: markup.scalar(value) for key, value in values.items() if key not in origins}
-  text = "<h2>Configuration</h2>"
+  macros, parts = markup.macros(), []
+  given = [(key, markup.scalar(value), origins[key]) for key, value in (values or {}).items() if key in origins]
+  rest = {key: markup.scalar(value) for key, value in (values or {}).items() if key not in origins}
   if given:
-    text += markup.folded(f"{markup.count(len(given), 'key')} given", markup.table(("key", "value", "from"), given))
-  label = " with default values" if origins else ""
-  return text + markup.folded(f"{markup.count(len(rest), 'key')}{label}", markup.facts(rest))
+    parts = [macros.folded(f"{markup.count(len(given), 'key')} given", macros.table(("key", "value", "from"), given))]
+  if rest:
+    label = " with default values" if origins else ""
+    parts.append(macros.folded(f"{markup.count(len(rest), 'key')}{label}", macros.facts(rest)))
+  return macros.section("Configuration", "".join(parts))
 
 
 def events(run: RunHistory) -> str:
@@ -220,8 +173,9 @@ def events(run: RunHistory) -> str:
   kept: Events = [event for event in run.events if event["kind"] != "run_start"]
   shown = kept[-_MOST_ROWS:]
   some = f"The last {len(shown):,} of " if len(shown) < len(kept) else ""
-  table = markup.table(("time (UTC)", "kind", "fields"), _event_rows(shown))
-  return "<h2>Events</h2>" + markup.folded(f"{some}{markup.count(len(kept), 'event')}", table)
+  macros = markup.macros()
+  table = macros.table(("time (UTC)", "kind", "fields"), _event_rows(shown))
+  return macros.section("Events", macros.folded(f"{some}{markup.count(len(kept), 'event')}", table))
 
 
 def _event_rows(shown: Events) -> Iterator[tuple[str, str, str]]:

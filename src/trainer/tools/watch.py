@@ -24,7 +24,7 @@ from trainer import commands
 from trainer.config.errors import ConfigError, how_to_install
 from trainer.config.option_types import positive, whole
 from trainer.observe import files, screen
-from trainer.report import live, markup
+from trainer.report import live
 from trainer.report.exporter import Exporter
 from trainer.report.live import LivePage
 
@@ -90,7 +90,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
       return
     page = self.server.page_of(folder)
     if page and not last:
-      self._send(200, "text/html; charset=utf-8", markup.page("Run", live.SHELL))
+      self._send(200, "text/html; charset=utf-8", live.shell())
     elif page and last == "state":
       state = page.state()
       known = urllib.parse.parse_qs(address.query).get("version") == [str(state.version)]

@@ -56,11 +56,11 @@ def test_each_folder_is_listed_with_its_state(folder, capsys):
     assert state == "committed" and 30 <= float(size.removesuffix(" kB")) < 50
   assert found[("8", "checkpoint")][1] == "it has no commit_success.txt"
   assert found[("8", "rejected")][1] == "meta.json is missing"
-  save = ("0 B", "its save did not finish; the next save or start removes it")
+  save = ("0 bytes", "its save did not finish; the next save or start removes it")
   assert found[("9.orbax-checkpoint-tmp", "checkpoint")] == save
   local = emergency.folder(folder.parent / "ram", str(folder))
   assert found[("8", "local copy")][1] == f"slices 0 in {local / (folder / 'run_id').read_text().strip()}"
-  assert found[("-", "local copy")] == ("70 B", f"of an earlier run in {local}/an earlier run")
+  assert found[("-", "local copy")] == ("70 bytes", f"of an earlier run in {local}/an earlier run")
   assert f"{folder}: checkpoint " in head and "free on this disk" in head
   assert re.search(r"last record: .* ago at step 8, by process \w{8} on host node-7; it trains, or was killed", head)
 

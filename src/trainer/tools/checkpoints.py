@@ -1,8 +1,8 @@
 """`python -m trainer.tools.checkpoints RUN_DIR`: lists the checkpoints of a run, finished or not, local, gs:// or s3://.
 
-Each line is a checkpoint, a save that did not finish, a damaged checkpoint with the reason, an export (hf/), or the
-local copies of a step on this host. The run may go on meanwhile: nothing is changed. --verify reads all files of each
-checkpoint, and compares them with its manifest.
+Each line is a checkpoint, a save that did not finish, a damaged checkpoint with the reason, or the local copies of
+a step on this host. The run may go on meanwhile: nothing is changed. --verify reads all files of each checkpoint, and
+compares them with its manifest.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from rich.filesize import decimal
 
 from input_pipeline import storage
 from input_pipeline.places import Place
@@ -59,8 +61,8 @@ def describe(run: str, *, verify: bool = False) -> Iterator[str]:
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   rows = [*_checkpoints(folders, verify), *_rejected(folders), *_local_copies(run, events)]
   sizes = {kind: sum(row.size for row in rows if row.kind == kind) for kind in dict.fromkeys(row.kind for row in rows)}
-  free = "" if storage.is_address(run) else f"; free on this disk: {_size(shutil.disk_usage(run).free)}"
-  yield f"{run}: {', '.join(f'{kind} {_size(size)}' for kind, size in sizes.items()) or 'no checkpoint'}{free}"
+  free = "" if storage.is_address(run) else f"; free on this disk: {decimal(shutil.disk_usage(run).free)}"
+  yield f"{run}: {', '.join(f'{kind} {decimal(size)}' for kind, size in sizes.items()) or 'no checkpoint'}{free}"
   yield from _last_writer(run, events)
   if rows:
     yield ""
@@ -137,7 +139,7 @@ def _last_writer(run: str, events: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def _table(rows: Sequence[SavedEntry]) -> Iterator[str]:
   cells = [("STEP", "SIZE", "AGE", "KIND", "STATE")]
-  cells += [(row.name, _size(row.size), _age(row.wall), row.kind, " ".join(row.state.split())) for row in rows]
+  cells += [(row.name, decimal(row.size), _age(row.wall), row.kind, " ".join(row.state.split())) for row in rows]
   widths = [max(len(line[column]) for line in cells) for column in range(4)]
   for name, size, age, kind, state in cells:
     yield f"{name:<{widths[0]}}  {size:>{widths[1]}}  {age:>{widths[2]}}  {kind:<{widths[3]}}  {state}"
@@ -178,13 +180,6 @@ def _age(wall: float) -> str:
     if seconds >= length:
       return f"{seconds / length:.3g} {unit}"
   return f"{seconds:.0f} s"
-
-
-def _size(count: int) -> str:
-  for length, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
-    if count >= length:
-      return f"{count / length:.3g} {unit}"
-  return f"{count} B"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+from rich.filesize import decimal
+
 from input_pipeline.places import Place
 from trainer.checkpoint import run_id
 from trainer.checkpoint.errors import Rejected
@@ -76,6 +78,5 @@ class ByteProgress:
     """`count` more bytes are done."""
     before, self._done = self._done, self._done + count
     if 10 * before // self._total != 10 * self._done // self._total:
-      size, unit = (1e9, "GB") if self._total >= 1e9 else (1e6, "MB")
       percent = 100 * self._done // self._total
-      self._report(f"{percent:3} %: {self._done / size:.2f} of {self._total / size:.2f} {unit}")
+      self._report(f"{percent:3} %: {decimal(self._done)} of {decimal(self._total)}")

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from trainer.config.errors import ConfigError
+from input_pipeline.errors import ConfigError  # trainer.config imports pydantic, and a signal would find no handler
 from worlds.exit_codes import BAD_INPUT, COMPLETE, FAILED, INTERRUPTED
 
 

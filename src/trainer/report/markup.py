@@ -21,7 +21,7 @@ def macros() -> Any:
   """The macros of page.html. They escape all text, but not what other macros return."""
   loader = jinja2.FileSystemLoader(_FOLDER)
   environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters |= {"cell": cell, "duration": duration, "money": money}
+  environment.filters.update(cell=cell, duration=duration, money=money)
   return environment.get_template("page.html").module
 
 

@@ -92,7 +92,7 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
   ("arguments", "text"),
   [
     (["--supervisor", "nowhere"], "--supervisor nowhere: it must be HOST:PORT"),
-    (["--supervisor", "127.0.0.1:1", "--slices", "0"], "--slices 0: it must be at least 1"),
+    (["--supervisor", "127.0.0.1:1", "--slices", "0"], "--slices: 0 must be a whole number of at least 1"),
     (["--supervisor", "127.0.0.1:1", "--token-file", "/nonexistent"], "--token-file /nonexistent"),
   ],
 )

@@ -21,8 +21,8 @@ CONFIG = TINY[0]
 @pytest.mark.parametrize(
   "arguments, text",
   [
-    (["--slices", "0", CONFIG], "--slices 0: it must be at least 1"),
-    (["--slices", "2", "--spares", "-1", CONFIG], "--spares -1: it must be at least 0"),
+    (["--slices", "0", CONFIG], "--slices: 0 must be a whole number of at least 1"),
+    (["--slices", "2", "--spares", "-1", CONFIG], "--spares: -1 must be a whole number of at least 0"),
     (["--slices", "2", CONFIG, "num_slices=3"], "num_slices=3: trainer.launch.local sets num_slices=2"),
     (["--slices", "2", CONFIG, "cluster=simulated"], "sets cluster=multiprocess"),
     (["--slices", "2", CONFIG, "num_slices=many"], "num_slices=many: trainer.launch.local sets num_slices=2"),

@@ -38,7 +38,7 @@ CASES = [
   ("trainer.launch.local --slices \uff12 a.yml", "must be a whole number"),
   (
     "trainer.launch.local --slices 2 --spares 99999999 a.yml",
-    "--spares 99999999: it must be at least 0 and at most 1024",
+    "--spares: 99999999 must be a whole number of at least 0 and at most 1024",
   ),
   ("trainer.launch.local --slices 2 a.yml steps=1 steps=2", "steps is given twice, first with 1"),
   ("trainer.launch.agent --supervisor 127.0.0.1:1 --wait-seconds nan", "nan must be a number of at least 0"),

@@ -26,7 +26,7 @@ def main(argv: list[str] | None = None) -> int:
   screen.protect()
   parser = commands.parser(__doc__)
   parser.add_argument("--supervisor", metavar="HOST:PORT", required=True, help="what trainer.launch.local listens on")
-  parser.add_argument("--slices", type=whole(), default=1, help="slices of this host (default: 1)")
+  parser.add_argument("--slices", type=whole(1), default=1, help="slices of this host (default: 1)")
   parser.add_argument("--host", default="", help="this host's address for the others (default: that of the connection)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   parser.add_argument("--wait-seconds", type=real(0, 1e9), default=300.0, help="longest wait for the supervisor (300)")
@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
   from trainer.cluster import job_token
   from trainer.config.errors import ConfigError
-  from trainer.launch.keys import program, require
+  from trainer.launch.keys import program
   from worlds import addresses
   from worlds.agent import Agent
   from worlds.exit_codes import PREEMPTED
@@ -46,7 +46,6 @@ def _run(options: argparse.Namespace) -> int:
     addresses.split(options.supervisor)
   except ValueError as error:
     raise ConfigError(f"--supervisor {options.supervisor}: {error}.") from error
-  require(options.slices >= 1, f"--slices {options.slices}", "at least 1")
   if options.host and not options.host.strip():
     raise ConfigError(f"--host {options.host!r}: is no address.\nGive the address of this host, or remove --host.")
   agent = Agent(

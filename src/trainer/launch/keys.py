@@ -44,9 +44,3 @@ def ray_keys(least: int, most: int) -> dict[str, str]:
     "elastic_enabled": "true",
     "elastic_min_slice_count": str(least),
   }
-
-
-def require(fine: bool, given: str, rule: str) -> None:
-  """Raises ConfigError with the option and the rule unless `fine`."""
-  if not fine:
-    raise ConfigError(f"{given}: it must be {rule}.")

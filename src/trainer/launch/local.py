@@ -28,12 +28,12 @@ def main(argv: list[str] | None = None) -> int:
 
   screen.protect()
   parser = commands.parser(__doc__)
-  parser.add_argument("--slices", type=whole(), required=True, help="slices that compute")
-  parser.add_argument("--spares", type=whole(), default=0, help="more slices, which wait until one is lost")
-  parser.add_argument("--processes-per-slice", type=whole(), default=1, help="processes of one slice, joined by JAX")
+  parser.add_argument("--slices", type=whole(1), required=True, help="slices that compute")
+  parser.add_argument("--spares", type=whole(0, 1024), default=0, help="more slices, which wait until one is lost")
+  parser.add_argument("--processes-per-slice", type=whole(1), default=1, help="processes of one slice, joined by JAX")
   parser.add_argument("--listen", metavar="HOST:PORT", help="accept agents of other hosts at this address")
   parser.add_argument(
-    "--local-slices", type=whole(), help="slices of this host, if agents run the others or none does (default: all)"
+    "--local-slices", type=whole(0), help="slices of this host, if agents run the others or none does (default: all)"
   )
   parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
@@ -79,13 +79,9 @@ def _run(options: argparse.Namespace) -> int:
 
 def _check(options: argparse.Namespace) -> None:
   from trainer.config import ConfigError
-  from trainer.launch.keys import require
 
-  for name in ("slices", "processes_per_slice"):
-    require(getattr(options, name) >= 1, f"--{name.replace('_', '-')} {getattr(options, name)}", "at least 1")
-  require(0 <= options.spares <= 1024, f"--spares {options.spares}", "at least 0 and at most 1024")
-  if options.local_slices is not None:
-    require(0 <= options.local_slices <= options.slices, f"--local-slices {options.local_slices}", "0 to --slices")
+  if options.local_slices is not None and options.local_slices > options.slices:
+    raise ConfigError(f"--local-slices {options.local_slices}: it must be 0 to --slices.")
   for name in ("advertise", "token_file"):
     if (value := getattr(options, name)) and not options.listen:
       raise ConfigError(

@@ -18,7 +18,7 @@ TPU = "--topology 2x4 --accelerator-type TPU-V6E"
 SLICES = "--min-slices 1 --max-slices 3"
 CONFIG = "configs/base.yml run_name=x"
 WRONG = {
-  "no slices": (f"--min-slices 0 --max-slices 3 {CONFIG}", "--min-slices 0: it must be at least 1"),
+  "no slices": (f"--min-slices 0 --max-slices 3 {CONFIG}", "--min-slices: 0 must be a whole number of at least 1"),
   "maximum below minimum": (f"--min-slices 3 --max-slices 2 {CONFIG}", "--max-slices 2: it must be at least"),
   "a topology of nothing": (f"{SLICES} --topology 2x4 {CONFIG}", "a TPU slice needs both"),
   "TPUs and GPUs": (f"{SLICES} {TPU} --gpus-per-slice 8 {CONFIG}", "a slice has TPUs or GPUs"),

@@ -15,7 +15,7 @@ import sys
 from trainer import commands
 from trainer.config import Config, ConfigError, faults, load
 from trainer.config.option_types import whole
-from trainer.launch.keys import ray_keys, refuse_other, require
+from trainer.launch.keys import ray_keys, refuse_other
 from trainer.observe import screen
 
 
@@ -27,11 +27,11 @@ def main(argv: list[str] | None = None) -> int:
 def parser() -> argparse.ArgumentParser:
   """Reads the options of this command."""
   parser = commands.parser(__doc__)
-  parser.add_argument("--min-slices", type=whole(), required=True, help="slices that training needs")
-  parser.add_argument("--max-slices", type=whole(), required=True, help="slices of the full run")
+  parser.add_argument("--min-slices", type=whole(1), required=True, help="slices that training needs")
+  parser.add_argument("--max-slices", type=whole(1), required=True, help="slices of the full run")
   parser.add_argument("--topology", help="of a TPU slice, such as 2x4")
   parser.add_argument("--accelerator-type", help="of a TPU slice, by Ray's name, such as TPU-V6E")
-  parser.add_argument("--gpus-per-slice", type=whole(), default=0, help="GPUs of a slice, which is one worker")
+  parser.add_argument("--gpus-per-slice", type=whole(0), default=0, help="GPUs of a slice, which is one worker")
   parser.add_argument(
     "--replace-lost",
     action="store_true",
@@ -59,13 +59,8 @@ def trainer_arguments(options: argparse.Namespace, others: list[str]) -> list[st
 
 
 def _check(options: argparse.Namespace) -> None:
-  require(options.min_slices >= 1, f"--min-slices {options.min_slices}", "at least 1")
-  require(options.gpus_per_slice >= 0, f"--gpus-per-slice {options.gpus_per_slice}", "at least 0")
-  require(
-    options.max_slices >= options.min_slices,
-    f"--max-slices {options.max_slices}",
-    f"at least --min-slices {options.min_slices}",
-  )
+  if options.max_slices < options.min_slices:
+    raise ConfigError(f"--max-slices {options.max_slices}: it must be at least --min-slices {options.min_slices}.")
   if (options.topology is None) != (options.accelerator_type is None):
     raise ConfigError(
       f"--topology {options.topology}, --accelerator-type {options.accelerator_type}: a TPU slice needs both.\n"

@@ -16,7 +16,7 @@ STEPCOST = "stepcost a.yml --slices 1 --devices-per-slice 1 --chip v5e"
 CASES = [
   ("trainer.tools.generate run a --temperature nan", "nan must be a number of at least 0 and at most 100"),
   ("trainer.tools.generate run a --temperature \uff10.5", "must be a number of at least 0"),
-  ("trainer.tools.generate run a --temperature 1e-40", "must be 0, for the most likely token, or 0.0001 to 100"),
+  ("trainer.tools.generate run a --temperature 1e-40", "must be 0, for the most likely token, or at least 0.0001"),
   ("trainer.tools.generate run a --tokens \uff11", "must be a whole number of at least 1"),
   ("trainer.tools.generate run a --seed 99999999999999999999", "must be a whole number of at least -2147483648"),
   ("trainer.tools.generate run a --top-p nan", "nan must be a number"),

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--chat", action="store_true", help="answer every line of the input; /exit, or its end, ends")
   parser.add_argument("--tokens", type=whole(1), default=128, help="the most new tokens of a text (default: 128)")
   parser.add_argument(
-    "--temperature", type=real(0, 100), default=0.7, help="0: always the most likely token (default: 0.7)"
+    "--temperature", type=_temperature, default=0.7, help="0: always the most likely token (default: 0.7)"
   )
   parser.add_argument("--top-k", type=whole(0), default=0, help="only the K most likely tokens (default: 0, all)")
   parser.add_argument(
@@ -37,6 +37,14 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--seed", type=whole(-(2**31), 2**32 - 1), default=0)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
   return commands.main(parser, _generate, argv)
+
+
+def _temperature(text: str) -> float:
+  """trainer.Sampling refuses it too, once JAX is imported."""
+  found = real(0, 100)(text)
+  if 0 < found < 1e-4:
+    raise argparse.ArgumentTypeError(f"{text} must be 0, for the most likely token, or at least 0.0001")
+  return found
 
 
 def _generate(options: argparse.Namespace) -> None:

@@ -209,10 +209,7 @@ def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
 def test_a_run_folder_that_was_moved_away_fails_the_save_and_is_not_made_again(tmp_path, replaced):
   run = tmp_path / "base" / "run"
   tier = Persistent(
-    str(run / "checkpoints"),
-    toy_state.config(),
-    world=SingleWorld(),
-    run_id=run_id.establish(str(run), SingleWorld()),
+    str(run / "checkpoints"), toy_state.config(), world=SingleWorld(), run_id=run_id.establish(str(run), SingleWorld())
   )
   tier.save(1, toy_state.state(1), {})
   tier.wait()

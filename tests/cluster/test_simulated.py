@@ -17,7 +17,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.clock import Clock
 
 from trainer import cluster
-from trainer.cluster import joined_processes
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
@@ -189,11 +188,6 @@ START = """
 """
 
 
-def test_start_forces_host_devices_in_a_fresh_process():
-  code = START + "  c = cluster.start(ClusterSection(num_slices=3, devices_per_slice=2)); print(c.slices)"
-  assert output(run_python(code)).count("CpuDevice") == 6
-
-
 def free_port_of(ports: range) -> int:
   for port in ports:
     with socket.socket() as s, contextlib.suppress(OSError):
@@ -216,18 +210,7 @@ def of_jobset(process: int, port: int) -> dict[str, str]:
 def of_slurm(process: int, port: int) -> dict[str, str]:
   """As `srun --nodes=2 --ntasks-per-node=1` sets them. JAX derives the port from the job's id."""
   variables = {"SLURM_JOB_ID": str(port - 61440), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "2"}
-  return variables | {
-    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-    "SLURM_PROCID": str(process),
-    "SLURM_LOCALID": "0",
-  }
-
-
-@pytest.mark.parametrize(
-  ("counts", "alone"), [("1", True), ("1(x3)", True), ("2(x3),1", False), ("8", False), ("", False)]
-)
-def test_slurm_says_whether_a_task_has_a_node_of_its_own(counts, alone):
-  assert joined_processes._one_task_per_node(counts) == alone
+  return variables | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(process), "SLURM_LOCALID": "0"}
 
 
 @pytest.mark.parametrize("variables", [of_jax, of_jobset, of_slurm])

@@ -45,10 +45,7 @@ def test_a_new_output_folder_is_accepted_and_not_created(tmp_path):
   assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-  "address",
-  ["az://x/y", "://x", "gs:/bucket/x", "/tmp/gs://bucket", "GS://bucket/x"],
-)
+@pytest.mark.parametrize("address", ["az://x/y", "://x", "gs:/bucket/x", "/tmp/gs://bucket", "GS://bucket/x"])
 @pytest.mark.usefixtures("gcsfs")
 def test_an_address_that_cannot_be_written_is_refused(address, tmp_path):
   message = failure(f"base_output_directory={address}")

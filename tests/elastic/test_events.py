@@ -12,7 +12,7 @@ from trainer.elastic.events import Kind, SliceHang, classify
 
 LOST_PROXY = [
   "UNAVAILABLE: Connection to IFRT proxy server was terminated: FAILED_PRECONDITION: GrpcClientSession: writes no"
-  " longer allowed.",
+  " longer allowed."
 ]
 LOSS = [
   "DATA_LOSS: simulated loss of slice [2]",

@@ -79,10 +79,7 @@ def test_text_and_faults_are_inverse(faults):
   [
     ("slice_dwn@3:1", "is neither KIND@STEP"),
     ("slice_down@3", r"the slice is missing.\nWrite slice_down@STEP:SLICE"),
-    (
-      "slice_down@3:1:backup",
-      r"no moment backup.\nUse one of step, prepared, snapshot, save, eval, restore, recovery",
-    ),
+    ("slice_down@3:1:backup", r"no moment backup.\nUse one of step, prepared, snapshot, save, eval, restore, recovery"),
     ("slice_up@3:1/4", "only slice_down and hang have /SECONDS"),
     ("hang@3:1:recovery", r"cannot hang in a recovery.\nUse step, eval, snapshot or save"),
     ("ckpt_kill@3:1", "Write ckpt_kill@STEP"),

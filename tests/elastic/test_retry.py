@@ -53,7 +53,7 @@ def test_degrade_and_grow_loses_nothing(undisturbed):
   assert up["compilations"] == 0  # back to a topology that was seen
   steps = [re.findall(r"^step=(\d+) .*good_slice_count=(\d)$", line) for line in toy.lines]
   assert [found for line in steps for found in line] == [("1", "4"), ("7", "3"), ("13", "4")]
-  lines = [line for line in toy.lines if not line.startswith("Prepar")]  # written by another thread, at any time
+  lines = [line for line in toy.lines if not line.startswith(("Prepar", "Compiling"))]  # at any time, by two threads
   (retry,) = [number for number, line in enumerate(lines) if line.startswith("Slice down event detected. Retrying.")]
   assert lines[retry].endswith(" Lost after step 6: slice 1 (the memory of a slice is lost).")
   assert lines[retry + 1] == "Elastic attempt 2 out of 10"
@@ -88,24 +88,6 @@ def test_other_work_between_a_restore_and_the_first_step_is_no_part_of_the_recov
   assert [record["seconds"] for record in done] == [1 + 20 + 2 + 4, 5 + 2 + 4]
   assert [record["first_step_seconds"] for record in done] == [4, 4]
   assert [record["compilations"] for record in done] == [2, 2]
-
-
-def test_a_loss_after_an_evaluation_did_not_begin_before_its_end(undisturbed):
-  toy, clock = ToyRun(), Clock()
-  cluster, example = simulated_cluster(4, clock), toy.example
-
-  def evaluate_and_lose(step, rows):
-    if step == 7 and len(toy.restores) == 1:
-      with toy.elastic.evaluating():
-        clock.sleep(100)
-      cluster.lose(1)
-    return example(step, rows)
-
-  toy.example = evaluate_and_lose
-  train(toy, cluster=cluster, clock=clock)
-  same_run(toy, undisturbed)
-  (down,) = records(toy, "slice_down")
-  assert down["detect_seconds"] < 10
 
 
 def test_the_log_can_be_read_by_the_guides_awk_script(tmp_path):
@@ -181,8 +163,8 @@ def test_slices_prepared_in_the_background_cost_no_compilation():
     return real(elastic, view, survivors)
 
   toy.attempt = patient
-  train(toy, "slice_down@7:2, slice_down@12:0", cluster=cluster)
-  assert [r["compilations"] for r in records(toy, "recovery")] == [0, 0]
+  train(toy, "slice_down@7:2", cluster=cluster)
+  assert [r["compilations"] for r in records(toy, "recovery")] == [0]
   background = [r["what"] for r in records(toy, "compile") if r["background"]]
   assert background[:4] == [f"slices {s}" for s in ([1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2])]
   assert background[4:7] == [f"slices {s}" for s in ([1, 3], [0, 3], [0, 1])]
@@ -261,24 +243,6 @@ def test_an_unknown_error_once_is_recovered_from_with_a_new_compilation(undistur
   assert toy.losses == undisturbed.losses
   assert not records(toy, "slice_down")
   assert len([r for r in records(toy, "compile") if not r["background"]]) == 2
-
-
-def test_attempts_without_progress_end_the_run():
-  toy, clock = ToyRun(), Clock()
-  cluster = simulated_cluster(4, clock)
-  before_step = toy.example
-
-  def dies_at_once(step, rows):
-    cluster.lose(1, seconds=0.001)
-    return before_step(step, rows)
-
-  toy.example = dies_at_once
-  with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
-    train(toy, cluster=cluster, clock=clock, elastic_max_retries=4, elastic_min_slice_count=-1)
-  attempts = [line for line in toy.lines if line.startswith("Elastic attempt")]
-  assert attempts == [f"Elastic attempt {i} out of 4" for i in (2, 3, 4)]
-  pauses = [line for line in toy.lines if "pausing" in line]
-  assert [p.split("pausing ")[1] for p in pauses] == ["1 s.", "2 s.", "4 s."]
 
 
 def test_a_step_that_would_not_get_faster_is_not_interrupted():

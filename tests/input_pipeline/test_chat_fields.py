@@ -92,10 +92,7 @@ def test_a_text_that_the_template_does_not_use_is_refused(tmp_path):
 
 
 BESIDE = [
-  (
-    {"tools": [{"name": "f"}]},
-    "it has tools beside its messages, .* Calls of tools cannot be trained",
-  ),
+  ({"tools": [{"name": "f"}]}, "it has tools beside its messages, .* Calls of tools cannot be trained"),
   ({"chat_template_kwargs": {"enable_thinking": False}}, "it has chat_template_kwargs beside its messages"),
   ({"completion": HELLO[1:]}, "it has completion beside its messages, .* Join prompt and completion to one list of"),
   ({"images": ["a.png"]}, "it has images beside its messages, which would be lost. Remove it, or render"),
@@ -158,10 +155,7 @@ def test_a_template_that_needs_the_user_first_says_what_to_remove(tmp_path):
   [
     (json.dumps([{"messages": HELLO}]).encode(), r"It is one JSON array. Write a record in each line: jq -c"),
     (LINES.encode("utf-16"), "It is UTF-16. Convert it: iconv"),
-    (
-      POINTER,
-      "It is a pointer of Git LFS, .* Run git lfs pull",
-    ),
+    (POINTER, "It is a pointer of Git LFS, .* Run git lfs pull"),
     (json.dumps({"messages": HELLO}, indent=1).encode(), "Its records have several lines"),
     (b"<!DOCTYPE html><html></html>\n", "It is a web page"),
   ],

@@ -117,10 +117,7 @@ def test_a_source_with_a_limit_leaves_and_the_others_keep_their_proportions(tmp_
 
 def test_adding_a_source_repeats_and_loses_nothing(tmp_path, files):
   """The sources that stay are renamed and reordered, their weights change, one is removed, and later one returns."""
-  before = {
-    "web": {"weight": 3, "path": files["web"]},
-    "maths": {"weight": 1, "path": files["maths"]},
-  }
+  before = {"web": {"weight": 3, "path": files["web"]}, "maths": {"weight": 1, "path": files["maths"]}}
   loader = load(tmp_path, before)
   documents, cursor = read(loader, 0, 20), json.loads(json.dumps(loader.cursor(20)))
   changed = load(tmp_path, {"code": {"weight": 1, "path": files["code"]}, "pages": {"weight": 1, "path": files["web"]}})

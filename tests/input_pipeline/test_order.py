@@ -57,17 +57,6 @@ def test_all_orders_of_few_examples_are_equally_frequent(size):
   assert len(found) == number and chi_square(np.array([*found.values()])) < 5
 
 
-@pytest.mark.parametrize("other", [{"epoch": 1}, {"seed": 2}, {"seed": 0, "epoch": 1}, {"seed": 2**63}])
-def test_epochs_and_seeds_are_independent(other):
-  size = 65_537
-  one, two = epoch_of(size), epoch_of(size, **other)
-  assert (one == two).sum() < 10  # 1 in a random order
-  scale = math.sqrt(size) * (size**2 - 1) / 12
-  one, two = one - (size - 1) / 2, two - (size - 1) / 2
-  for lag in range(-8, 9):
-    assert abs((one * np.roll(two, lag)).sum()) < 5 * scale, lag
-
-
 # ---- orders of records
 
 

@@ -117,20 +117,3 @@ def test_a_file_that_becomes_shorter_is_an_error(tmp_path, store):
   store.pipe("/bucket/a.jsonl", b'{"text": "abc"}\n' * 99)
   with pytest.raises(ConfigError, match=r"memory:///bucket/a.jsonl cannot be read .*1600 bytes .* become shorter"):
     list(jsonl.read(piece, "text"))
-
-
-@pytest.mark.parametrize("file_type", ["jsonl", "parquet"])
-def test_an_error_of_the_store_names_file_and_reason(tmp_path, store, monkeypatch, file_type):
-  """The errors of gcsfs are no OSError."""
-  keys = written(tmp_path, "text", file_type)
-  put(store, Path(keys["grain_train_files"].removesuffix("/*.parquet")), "corpus")
-
-  class HttpError(Exception):
-    pass
-
-  def fail(*_: object, **__: object) -> bytes:
-    raise HttpError("Forbidden, 403")
-
-  monkeypatch.setattr(type(store), "cat_file", fail)
-  with pytest.raises(ConfigError, match=r"memory:///bucket/corpus/\S+ cannot be read .*HttpError: Forbidden, 403"):
-    load(tmp_path, **keys | {"grain_train_files": "memory://bucket/corpus"})

@@ -102,10 +102,7 @@ def test_a_tfds_dataset_that_was_prepared_again_is_another_one(tmp_path, tfds_fo
   ("keys", "message"),
   [
     ({"train_split": "test"}, "no split test. Set train_split and eval_split to some of"),
-    (
-      {"train_data_columns": "words"},
-      "train_data_columns=words: .* has no such feature. Choose one of body, ids",
-    ),
+    ({"train_data_columns": "words"}, "train_data_columns=words: .* has no such feature. Choose one of body, ids"),
     ({"train_data_columns": "score"}, "train_data_columns=score: .*Choose a feature with a text"),
     ({"dataset_path": "/"}, "dataset_path=/ has no dataset that tensorflow-datasets has prepared"),
   ],

@@ -156,18 +156,6 @@ def test_bad_tokenizer_files_are_named(tmp_path):
     load_bpe(str(path))
 
 
-def test_texts_are_neither_cut_nor_padded(tmp_path):
-  """Published files may ask for both, for the program that they were made for."""
-  plain = tokenizers_lib.Tokenizer.from_str(train_bpe([SAMPLE], 300))
-  plain.save(str(tmp_path / "plain.json"))
-  plain.enable_truncation(5)
-  plain.enable_padding(length=64)
-  plain.save(str(tmp_path / "cutting.json"))
-  paths = (str(tmp_path / name) for name in ("plain.json", "cutting.json"))
-  expected, found = (load_bpe(path).encode_batch([SAMPLE, "a"]) for path in paths)
-  assert len(expected[0]) > 5 and [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
-
-
 # ---- text that a tokenizer cannot represent
 
 

@@ -7,13 +7,7 @@ import jax.numpy as jnp
 
 
 def plain_cross_entropy(
-  x: jax.Array,
-  w: jax.Array,
-  targets: jax.Array,
-  weights: jax.Array,
-  *,
-  z_loss: float,
-  valid_vocab: int | None = None,
+  x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, *, z_loss: float, valid_vocab: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
   """Returns what `linear_cross_entropy` returns, from [B, T, V] logits. Here z_sum has its own gradient."""
   logits = jnp.einsum("btd,vd->btv", x, w.astype(x.dtype), preferred_element_type=jnp.float32)

@@ -54,11 +54,7 @@ def test_equals_quantized_training_by_qwix(mode):
     weight_qtype=kind,
     act_qtype=kind,
     bwd_qtype=gradient,
-    additional_qt_config={
-      "use_original_residuals": True,
-      "dlhs_residual_qtype": kind,
-      "drhs_residual_qtype": kind,
-    },
+    additional_qt_config={"use_original_residuals": True, "dlhs_residual_qtype": kind, "drhs_residual_qtype": kind},
   )
   with jax.numpy_dtype_promotion("standard"):  # qwix multiplies integers by float scales
     model = qwix.quantize_model(linear, qwix.QtProvider([rule]), x)

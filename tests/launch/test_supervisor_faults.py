@@ -34,6 +34,7 @@ def advances(run: ProcessRun, supervisor, slices: int = 2) -> None:
   run.wait_for(lambda: run.last_step >= step + 5 and len(run.active()) == slices, supervisor)
 
 
+@pytest.mark.slow
 def test_a_supervisor_that_is_stopped_at_the_start_and_later_loses_no_member(compiled, server, tmp_path):
   """The first time before the members have connected, which they try for 5 s at a time. Then two minutes in a second:
   they seem to have been silent for longer than any limit."""

@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from input_pipeline import storage
-from trainer.observe import files, log
+from trainer.observe import files
 
 
 @pytest.fixture
@@ -57,15 +57,6 @@ def test_lines_are_written_to_numbered_parts_and_read_in_order(bucket, tmp_path)
   parts = sorted(path.name for path in (tmp_path / "b/run").iterdir())
   assert parts == ["log.txt.000000", "log.txt.000001"]
   assert list(files.read_lines("gs://b/run", "log.txt")) == [f"line {i:03d}" for i in range(20)]
-
-
-def test_a_restart_leaves_earlier_parts_unchanged(bucket, tmp_path):
-  for life in range(3):
-    out = log.get("gs://b/run")
-    out.line(f"life {life}")
-    out.close()
-  assert (tmp_path / "b/run/log.txt.000000").read_text()[20:] == "life 0\n"
-  assert [line[20:] for line in files.read_lines("gs://b/run", "log.txt")] == ["life 0", "life 1", "life 2"]
 
 
 def test_lines_are_uploaded_without_a_flush(bucket):

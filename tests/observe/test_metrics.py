@@ -122,12 +122,7 @@ def test_chips_are_found_by_their_device_kind(kind, name, tflops):
 
 @pytest.mark.parametrize(
   ("kind", "dtype", "tera"),
-  [
-    ("v5e", "s8", 393),
-    ("7x", "f8e5m2", 2307),
-    ("NVIDIA H100 NVL", "s8", 1671),
-    ("NVIDIA H200", "f8e4m3fn", 1979),
-  ],
+  [("v5e", "s8", 393), ("7x", "f8e5m2", 2307), ("NVIDIA H100 NVL", "s8", 1671), ("NVIDIA H200", "f8e4m3fn", 1979)],
 )
 def test_peaks_of_8_bit_matmuls(kind, dtype, tera):
   assert chips.find(kind).peak(dtype) == pytest.approx(tera * 1e12)

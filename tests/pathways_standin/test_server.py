@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -189,32 +188,6 @@ def test_a_handle_whose_array_could_not_be_made_keeps_the_error(ask):
   assert (status.code, status.message) == (5, "Unknown array handle: 11")
 
 
-def make_error_array(ask, messages, handle, text):
-  error = messages.cls("tensorflow.StatusProto")(code=10, message=text)
-  made = ask("make_error_arrays_request", error=error, array_specs=[on_one_device(messages)], array_handles=[handle])
-  assert list(made.make_error_arrays_response.array_handles) == [handle]
-
-
-def error_of(ask, handle):
-  status = ask("check_value_ready_request", value_handles=[handle]).response_metadata.status
-  return status.code, status.message
-
-
-def test_two_clients_have_handles_of_their_own(server, open_session, messages):
-  first, second = open_session(), open_session()
-  numbers = [ask("init_request").init_response.session_id for ask in (first, second)]
-  make_error_array(first, messages, 21, "of the first")
-  assert error_of(second, 21) == (5, "Unknown array handle: 21")
-  make_error_array(second, messages, 21, "of the second")
-  assert error_of(first, 21) == (10, "of the first")
-  first.call.cancel()
-  deadline = time.monotonic() + 30
-  while numbers[0] in (found := [client["session"] for client in server.control("status")["clients"]]):
-    assert time.monotonic() < deadline
-    time.sleep(0.02)
-  assert numbers[1] in found and error_of(second, 21) == (10, "of the second")
-
-
 @pytest.mark.parametrize(
   "words, text",
   [
@@ -251,15 +224,6 @@ def test_a_folder_of_control_sockets_that_others_can_enter_is_refused(tmp_path, 
   folder.chmod(0o755)
   with pytest.raises(process.StandinError, match="only its owner"):
     process.control_path("127.0.0.1:1")
-
-
-def test_lines_that_are_no_commands_do_not_end_the_server(server):
-  with socket.socket(socket.AF_UNIX) as sock:
-    sock.settimeout(30)
-    sock.connect(server.control_path)
-    sock.sendall(b'garbage\n\xff\xfe\n{"a": 1}\n[1, 2]\n["status"]\n')
-    answers = sock.makefile("rb")
-    assert [b'"error"' in answers.readline() for _ in range(5)] == [True] * 4 + [False]
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,7 @@ from trainer.preflight import analysis
 
 
 @pytest.mark.parametrize(
-  "keys, expected",
-  [
-    ({}, [0, 0, 0, 0, 1, 1, 1, 1]),
-    ({"dcn_fsdp_parallelism": 2}, [0, 0, 0, 0, 1, 1, 1, 1]),
-  ],
+  "keys, expected", [({}, [0, 0, 0, 0, 1, 1, 1, 1]), ({"dcn_fsdp_parallelism": 2}, [0, 0, 0, 0, 1, 1, 1, 1])]
 )
 def test_partitions_follow_the_mesh_on_devices_without_a_slice_index(keys, expected):
   """An axis of the mesh other than the outermost one may cross slices."""

@@ -40,10 +40,7 @@ def no_compiler(monkeypatch):
   return found
 
 
-@pytest.mark.parametrize(
-  "keys, snapshot",
-  [(["dcn_data_parallelism=2"], True), (["dcn_fsdp_parallelism=2"], False)],
-)
+@pytest.mark.parametrize("keys, snapshot", [(["dcn_data_parallelism=2"], True), (["dcn_fsdp_parallelism=2"], False)])
 def test_keys_that_fix_the_number_of_slices(no_compiler, capsys, keys, snapshot):
   """Nothing is compiled with one slice lost, and the exit code follows from the step on all slices."""
   no_compiler[2] = analysis.Refused(2, "too much", too_large=True)

@@ -152,22 +152,6 @@ def test_the_checksum_of_weights_sees_each_bit_and_no_sharding():
     assert int(state.checksum(weights | {name: damaged})) != expected
 
 
-@pytest.mark.parametrize(
-  "message, error",
-  [
-    ("RESOURCE_EXHAUSTED: E1001: CompileTimeScopedVmemOom:\nRan out", ConfigError),
-    ("INTERNAL: a bug", jax.errors.JaxRuntimeError),
-  ],
-)
-def test_flags_with_which_nothing_fits_are_wrong_input(monkeypatch, message, error):
-  def refusing(_):
-    raise jax.errors.JaxRuntimeError(message)
-
-  monkeypatch.setattr(program.jax, "jit", refusing)
-  with pytest.raises(error, match="CompileTimeScopedVmemOom\nRemove" if error is ConfigError else "INTERNAL"):
-    program.check_compiler_flags(config().with_values(compile_xla_flags="--xla_a=1"), [jax.devices()[:1]])
-
-
 @pytest.mark.parametrize("kind", ["cosine", "wsd"])
 def test_runs_with_other_rates_warm_ups_and_decays_have_the_same_program(kind):
   """So a sweep over them compiles once. Before, each of these values was a constant of the program."""

@@ -183,11 +183,7 @@ def test_no_wrong_value_in_a_record_ends_the_report(tmp_path):
 
 @pytest.mark.parametrize(
   ("file", "field", "wrong"),
-  [
-    ("metrics.jsonl", "seconds", 1e13),
-    ("events.jsonl", "wall", 1e300),
-    ("events.jsonl", "num_slices", 10**400),
-  ],
+  [("metrics.jsonl", "seconds", 1e13), ("events.jsonl", "wall", 1e300), ("events.jsonl", "num_slices", 10**400)],
 )
 def test_one_impossible_number_does_not_take_the_list_of_all_runs_down(tmp_path, file, field, wrong):
   fake_run.plain_run(tmp_path / "a", steps=20)

@@ -14,13 +14,7 @@ from tests.support.report_page import Page
 
 from trainer.observe import events, log
 from trainer.observe.metrics import Evaluation
-from trainer.report import (
-  goodput,
-  history,
-  page,
-  plots,
-  style,
-)
+from trainer.report import goodput, history, page, plots, style
 from trainer.tools import report as tool
 
 
@@ -79,15 +73,6 @@ def test_evaluation_sets_are_shown(tmp_path):
   figure = plots.loss_over_steps(loaded, style.WIDE)
   labels = {line.get_label() for axis in figure.axes for line in axis.get_lines()}
   assert {"evaluation (web)", "evaluation (code <x>)"} <= labels
-
-
-def test_a_run_that_is_still_going_on_and_knows_little(tmp_path):
-  run = fake_run.FakeRun(tmp_path / "young", slices=1, vocab_size=None, unigram_entropy=None, config=None)
-  run.step(1)
-  run.close()
-  shown = Page(report(tmp_path / "young"))
-  assert "Not ended" in shown.text and "Not recorded." in shown.text
-  assert "recover" not in shown.text and "Sample" not in shown.text
 
 
 def test_a_run_may_end_in_a_process_that_took_over_the_records(no_pictures, tmp_path):

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import math
-
 import numpy as np
 from tests.support import fake_run
 
@@ -33,19 +31,6 @@ def test_slices_fall_when_one_is_lost_and_rise_when_it_returns(tmp_path):
   ((times, alive),) = series.slices_alive(history.load(str(tmp_path / "a")))
   assert alive.tolist() == [3, 3, 2, 2, 3, 3]
   np.testing.assert_allclose(times[[2, 4]], [loss, returned], atol=1e-3)
-
-
-def test_speed_is_level_during_a_step_and_has_gaps_where_there_was_none(tmp_path):
-  run = fake_run.FakeRun(tmp_path / "a", slices=1)
-  run.step(1)
-  run.step(2)
-  run.now += 60
-  run.step(3)
-  run.close()
-  times, rates = series.speed(history.load(str(tmp_path / "a")))
-  rate = 6144 / 0.35
-  np.testing.assert_allclose(rates, [rate, rate, rate, rate, rate, math.nan, rate, rate])
-  assert np.isnan(times[5]) and abs(times[6] - times[4] - 60) < 1e-3
 
 
 def gaps(run, rows) -> list[float]:

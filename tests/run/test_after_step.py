@@ -20,11 +20,7 @@ CASES = [
     Actions("early", True, evaluate=True, save="due"),
     Actions(record=True, evaluate=True, save="due"),
   ),
-  (
-    Due(evaluation=True, snapshot=True),
-    Actions("early", True, evaluate=True),
-    Actions(record=True, evaluate=True),
-  ),
+  (Due(evaluation=True, snapshot=True), Actions("early", True, evaluate=True), Actions(record=True, evaluate=True)),
   (Due(resize=True), Actions("late", True, end="slice_up"), Actions(record=True, save="final", end="slice_up")),
   (
     Due(resize=True, evaluation=True),

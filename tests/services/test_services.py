@@ -75,17 +75,6 @@ def test_the_next_process_goes_on_where_the_service_is():
   assert [step for step, _ in rows] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("goes_on", [True, False])
-def test_an_evaluation_that_is_made_up_for_is_in_the_next_row(goes_on):
-  rows = [(3, {"loss": 3.0})]
-  writer = process(rows)
-  writer.write(3, {"eval": 3.5}, 0.0, is_step=False)
-  if goes_on:
-    steps(writer, 4)
-  writer.close(0)
-  assert seen(rows)[1:] == [(4, 3)] and rows[1][1]["eval"] == 3.5
-
-
 class Said:
   def __init__(self):
     self.lines = []

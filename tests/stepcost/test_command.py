@@ -14,7 +14,7 @@ from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.__main__ import main
 from stepcost.chips import Chip
 from stepcost.events import Channel
-from stepcost.prices import HOST_BANDWIDTH, Basis, Rates
+from stepcost.prices import Basis, Rates
 from stepcost.simulation import Timeline
 
 CHIP = Chip("test", (), 1e12, 1 << 30, 1e12, 2e9, clock_hz=1e9)
@@ -215,49 +215,6 @@ def test_a_loop_with_an_unknown_number_of_turns_counts_once_and_is_reported():
   assert timeline.problems == ("the number of turns is unknown: the loop body.w counts once",)
 
 
-def test_the_longest_branch_of_a_conditional_counts():
-  branch = (
-    "%{0} (b: s8[8]) -> s8[8] {{\n  %{0}.p = s8[8]{{0:S(1)}} parameter(0)\n{1}"
-    "  ROOT %{0}.r = s8[8]{{0:S(1)}} bitcast(%{0}.p)\n}}\n\n"
-  )
-  others = branch.format("short", compute("f", 10)) + branch.format("long", compute("g", 70))
-  text = "  %k = s32[] constant(0)\n  %c = s8[8]{0:S(1)} conditional(%k, %p, %p), branch_computations={%long, %short}\n"
-  check(simulated(module(text, others)), 70)
-
-
-def rings(*axes: str) -> str:
-  """The algorithm of a SparseCore: rings along axes, in both directions; or a ring through all devices."""
-  named = [f',"explicit_strategy_ring_dim":"ICI_RING_DIM_{axis}_MESH"' if axis else "" for axis in axes]
-  phases = ",".join(f'{{"core_count":"8"{name}}}' for name in named)
-  strategies = ",".join([f'{{"phase_rings":[{phases}]}}'] * 2)
-  return f'{{"ici_strategy_config":{{"color_strategies":[{strategies}]}}}}'
-
-
-@pytest.mark.parametrize(
-  "stated, chip, devices, share",
-  [
-    ('{"emitter":"SingleInputAllReduceScatterFusion","strategy":"StrategyRing","debug":"colors:1"}', "v5e", 16, 1 / 2),
-    ('{"emitter":"RotatedPincerEmitter","strategy":"UniDirectionNDRingStrategy"}', "v5e", 256, 1),
-    ('{"emitter":"RotatedPincerShortEmitter","strategy":"StrategyND"}', "v5p", 64, 1),
-    (rings("X"), "v6e", 64, 1 / 4),
-    (rings("X", "Y"), "v5p", 128, 2 / 3),
-    (rings(""), "v5p", 128, 1 / 3),
-    ("{}", "H100", 8, 1),
-  ],
-)
-def test_the_algorithm_decides_how_many_links_a_collective_uses(stated, chip, devices, share):
-  """The TPU compiler states a ring through all chips, or rings along the axes of the slice."""
-  text = module(
-    f"  %r = s8[4000]{{0:S(1)}} all-reduce(%p), replica_groups={{}}, to_apply=%nothing, "
-    f'backend_config={{"collective_algorithm_config":{stated}}}\n'
-  )
-  found = chips.find(chip)
-  assert found is not None
-  timeline = simulation.simulate(hlo.parse(text), [0] * devices, Rates(found, None))
-  sent = 2 * (devices - 1) / devices * 4000
-  assert timeline.exposed[Channel.LINKS] == pytest.approx(sent / (found.link_bandwidth / 2 * share), rel=1e-4)
-
-
 def together(name: str, nanoseconds: int, part: int) -> tuple[str, str]:
   """A fusion that computes, and executes a part of the all-gather of channel 7; and its body."""
   body = (
@@ -278,14 +235,6 @@ def test_a_collective_in_fusions_moves_on_while_one_of_them_computes(work, other
   check(timeline, work + other, links=exposed)
   (transfer,) = timeline.transfers
   assert (transfer.calls, transfer.site.bytes) == (1, 1000)
-
-
-def test_copies_to_the_host():
-  moved = "  %c = (s8[12000]{0:S(5)}, s8[12000]{0}, u32[]) copy-start(%a)\n"
-  text = "  %a = s8[12000]{0} bitcast(%p)\n" + moved + compute("f", 400) + "  %d = s8[12000]{0:S(5)} copy-done(%c)\n"
-  timeline = simulated(module(text))
-  check(timeline, 400, host=600)
-  assert timeline.transfers[0].site.bytes == 12000 == HOST_BANDWIDTH * 1000 * NANO
 
 
 def test_instructions_without_an_estimate_cost_their_bytes_or_flops():

@@ -27,11 +27,7 @@ def write_text(folder: Path, lines: int = 4000) -> list[str]:
   """Writes a corpus into `folder` and returns the keys of a run that trains on it."""
   (folder / "text").mkdir(parents=True)
   (folder / "text" / "a.txt").write_text("".join(f"{i} lines are enough to train on\n" for i in range(lines)))
-  return [
-    "dataset_type=text",
-    f"dataset_path={folder / 'text'}",
-    f"dataset_cache_directory={folder / 'tokens'}",
-  ]
+  return ["dataset_type=text", f"dataset_path={folder / 'text'}", f"dataset_cache_directory={folder / 'tokens'}"]
 
 
 def assert_stopped(run: Run, process: Process) -> int:

@@ -119,17 +119,6 @@ def test_lines_that_are_removed_added_or_moved_are_found(written, change):
 # ---- one line for each step
 
 
-def test_a_step_that_is_done_again_replaces_its_line_and_all_later_ones(written):
-  Process(written).steps(3, loss=7.0).metrics.close()
-  assert steps_of(written) == [1, 2, 3]
-  assert [line["after"] for line in lines_of(written) if "after" in line] == [0, 2]
-  again = Process(written).steps(4, 5)
-  again.steps(4, 5, 6)  # in the same process: a slice was lost
-  again.metrics.close()
-  assert steps_of(written) == [1, 2, 3, 4, 5, 6]
-  assert sum("after" in line for line in lines_of(written)) == 3
-
-
 def test_a_kill_at_any_byte_leaves_a_receipt_that_goes_on(written):
   path = written / FILE
   whole = path.read_bytes()

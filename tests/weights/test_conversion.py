@@ -367,17 +367,3 @@ def test_an_export_ends_texts_as_the_documents_of_its_run_end(tmp_path, keys, id
   if not keys:  # these files are right as they are
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
       assert (tmp_path / "hf" / name).read_bytes() == before[name]
-
-
-def test_an_import_comes_back_with_the_same_tokenizer(tmp_path):
-  """Also where a text ends at another token than a run with this tokenizer would take."""
-  cfg = hf_folders.model("llama3", vocab_size=300)
-  hf_folders.write_folder(tmp_path / "hf", cfg, shards=1)
-  files = {"tokenizer.json": train_bpe(["a text"], 300), "generation_config.json": '{"eos_token_id": 5}'}
-  for name, text in files.items():
-    (tmp_path / "hf" / name).write_text(text)
-  assert import_hf.main([str(tmp_path / "hf"), str(tmp_path / "run")]) == 0
-  assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "back")]) == 0
-  assert (tmp_path / "back" / "tokenizer.json").read_text() == files["tokenizer.json"]
-  for name in ("config.json", "generation_config.json"):
-    assert json.loads((tmp_path / "back" / name).read_text())["eos_token_id"] == 5

@@ -20,15 +20,11 @@ CONFIG = "configs/base.yml run_name=x"
 WRONG = {
   "no slices": (f"--min-slices 0 --max-slices 3 {CONFIG}", "--min-slices: 0 must be a whole number of at least 1"),
   "maximum below minimum": (f"--min-slices 3 --max-slices 2 {CONFIG}", "--max-slices 2: it must be at least"),
-  "a topology of nothing": (f"{SLICES} --topology 2x4 {CONFIG}", "a TPU slice needs both"),
-  "TPUs and GPUs": (f"{SLICES} {TPU} --gpus-per-slice 8 {CONFIG}", "a slice has TPUs or GPUs"),
   "another number of slices": (f"{SLICES} {CONFIG} num_slices=4", "num_slices=4: trainer.launch.ray sets num_slices=3"),
-  "not elastic": (f"{SLICES} {CONFIG} elastic_enabled=false", "trainer.launch.ray sets elastic_enabled=true"),
   "Pathways": (f"{SLICES} {CONFIG} enable_single_controller=true", "contradicts cluster=multiprocess"),
   "restarts without checkpoints": (f"{SLICES} {CONFIG} enable_checkpointing=false", "would begin at step 0"),
   "a rehearsed hang": (f"{SLICES} {CONFIG} fault_injection=hang@5:1", "Use only slice_down@STEP:SLICE"),
   "a rehearsed return": (f"{SLICES} {CONFIG} fault_injection=slice_down@5:1/3", "Ray decides when a lost slice"),
-  "a wrong key": (f"{SLICES} {CONFIG} stepz=5", "Did you mean steps?"),
   "an option of Ray that is none here": (
     f"{SLICES} {CONFIG} --num-workers 4",
     "num-workers (command line): there is no such key",

@@ -5,10 +5,6 @@ from __future__ import annotations
 from trainer.launch.ray.progress import newest_checkpoint, newest_metrics
 
 
-def test_nothing_is_there_before_the_first_step(tmp_path):
-  assert newest_metrics(str(tmp_path)) == {} and newest_checkpoint(str(tmp_path)) == -1
-
-
 def test_the_last_record_of_a_step_and_the_last_committed_checkpoint(tmp_path):
   """Not an evaluation, a record that is being written, nor a checkpoint that is."""
   lines = ['{"step": 1, "loss": 4.5}', '{"step": 2, "loss": 4.25}', '{"step": 2, "eval_loss": 5.0}', '{"step": 3, "lo']

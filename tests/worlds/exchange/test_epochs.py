@@ -122,20 +122,6 @@ def test_a_connection_that_ends_between_epochs_is_replaced_with_all_its_streams(
     assert all(before[key].isdisjoint(after[key]) for key in before if set(key) == pair)
 
 
-def test_a_member_in_a_sum_learns_that_its_peer_has_begun_a_later_epoch():
-  with members(2) as those:
-    late = threading.Thread(target=those.all[1].connect, args=[2, {m: those.all[m].address for m in range(2)}])
-    late.start()
-    error = _lost(those.all[0].reduce, "s", {0: np.ones(9, np.float32)}, {0: [0], 1: [1]}, np.zeros(9, np.float32))
-    assert error.members == (1,) and "the peer has begun epoch 2" in str(error)
-    before = connections(those)
-    those.all[0].connect(2, {m: those.all[m].address for m in range(2)})
-    late.join(10)
-    assert connections(those) == before
-    those.epoch = 2
-    assert reduced(those, 1)
-
-
 def _lost(function, *args):
   with pytest.raises(PeerLost) as error:
     function(*args)

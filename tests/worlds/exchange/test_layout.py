@@ -63,15 +63,6 @@ def test_a_tree_comes_back_from_its_flat_buffer():
   assert_equal(layout.to_device(flat), values)
 
 
-def test_the_copy_holds_no_device_array_after_it_was_read():
-  values = tree()
-  copy = FlatLayout(values).to_host([Part(values)])
-  copy.read(0, 10)
-  assert isinstance(copy._parts[0], np.ndarray) and not isinstance(copy._parts[-1], np.ndarray)
-  copy.read(0, SIZE)
-  assert all(isinstance(part, np.ndarray) for part in copy._parts)
-
-
 def test_other_types_and_other_shardings_are_refused():
   with pytest.raises(AssertionError, match="sums are float32"):
     FlatLayout({"x": jnp.zeros(3, jnp.bfloat16)})
@@ -96,18 +87,6 @@ def test_device_arrays_are_summed_over_members(monkeypatch):
   expected = jax.tree.map(lambda x, y: np.asarray(x) + np.asarray(y), *own)
   for total, values in zip(totals, own, strict=True):
     assert_equal(total, jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), expected, values))
-
-
-def test_large_shards_use_the_memory_of_the_flat_buffer():
-  """The rule for the caller in `to_device` has a reason, and the copy is really saved."""
-  values = tree()
-  layout = FlatLayout(values)
-  flat = layout.empty()
-  flat[:] = layout.to_host([Part(values)]).read(0, SIZE)
-  back = layout.to_device(flat)
-  assert_equal(back, values)
-  shard = back["aligned"].addressable_shards[0].data
-  assert shard.unsafe_buffer_pointer() == flat.ctypes.data
 
 
 def test_a_member_whose_arrays_are_of_numpy_starts_without_jax():

@@ -106,14 +106,6 @@ def test_a_slow_stranger_is_closed_at_the_time_limit(sent):
     wait_for("no valid handshake within 1.5 s", those.refused)
 
 
-def test_a_flood_of_silent_strangers_blocks_no_member():
-  with members(2) as those, contextlib.ExitStack() as stack:
-    for _ in range(listener.MOST_PENDING + 20):
-      stack.enter_context(stranger(those.all[0]))
-    check_members(those)
-    wait_for(f"more than {listener.MOST_PENDING} connections", those.refused)
-
-
 @pytest.mark.parametrize("behaviour", ["another protocol", "no token", "silence", "closes"])
 def test_a_listener_that_is_not_a_member_is_left(behaviour):
   with socket.create_server(("127.0.0.1", 0)) as server, members(2, connect_seconds=0.3) as those:

@@ -107,14 +107,6 @@ def test_orphaned_shares_go_one_by_one_and_a_returned_member_gets_its_group_back
     assert deal(64, list(range(8)), 8, rest) == full
 
 
-def test_a_slow_member_gives_the_last_shares_of_its_group_to_the_others():
-  full = deal(64, list(range(8)), 8)
-  dealt = deal(64, list(range(8)), 8, full, {3: 0.5})
-  assert dealt[3] == [24, 25, 26, 27] and max(map(len, dealt.values())) == 9
-  assert deal(64, list(range(8)), 8, dealt) == full
-  assert len(deal(8, list(range(8)), 1, None, {3: 0.01})[3]) == 1
-
-
 @settings(max_examples=100, deadline=None)
 @given(st.integers(1, 12), st.integers(1, 8), st.data())
 def test_no_other_numbers_of_shares_end_much_earlier(members, group, data):
@@ -235,16 +227,6 @@ def test_a_leader_that_is_lost_is_waited_for_because_it_has_the_newest_backup():
   (told,) = start.wait(60)  # people are told once of a long wait
   assert told == Note("Ready members: 2 of 3. The run waits for the others; after 300 s in all, it starts with 1.")
   assert lead(start.ready(1, 20)) == (1, [0, 1, 2])
-
-
-@pytest.mark.parametrize("minimum, code", [(1, None), (3, 1)])
-def test_the_wait_for_a_lost_leader_has_a_limit(minimum, code):
-  start = Start({0: 10, 1: 20, 2: 0}, minimum=minimum)
-  start.run.lost(1, "killed")
-  sent = start.wait(301)
-  assert start.run.code == code
-  if code is None:
-    assert lead(sent) == (0, [0, 2])
 
 
 def test_members_that_received_the_state_at_the_last_moment_go_on_with_it():

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import pytest
 
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.dealing import deal
 from worlds.membership.effects import Effect, Effects, Kill, Note, Send
 from worlds.membership.messages import slow_line
 from worlds.membership.rules import RunRules
@@ -75,15 +73,6 @@ def test_a_slow_member_is_named_within_twenty_steps_and_its_shares_move_and_retu
   assert usual <= 170 and steps.numbers == [8] * 8
 
 
-def test_members_that_get_another_speed_all_the_time_move_shares_once_in_twenty_steps():
-  steps, moves = Steps(), []
-  for number in range(300):
-    if number % 17 == 0:
-      steps.factors = {member: 1.0 + (member == number // 17 % 8) for member in range(8)}
-    moves += [step for step, text in steps.notes(1) if text.startswith("Shares move")]
-  assert moves and min(later - sooner for sooner, later in itertools.pairwise(moves)) >= 20
-
-
 def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
   steps = Steps(group=1)
   steps.notes(5)
@@ -108,15 +97,6 @@ def test_a_slow_member_that_starts_again_on_the_same_host_is_still_slow(host, nu
   assert steps.notes(2) == [] and sorted(steps.numbers) == numbers
   steps.notes(40)
   assert steps.numbers == [8] * 8
-
-
-def test_no_whole_shares_make_a_shorter_step():
-  """The least time in which the members can compute all shares: docs/elastic.md has the figures of eight members."""
-  for shares, factor, end in ((8, 1.3, 9), (16, 1.3, 17), (8, 2.0, 9), (8, 1.1, 8.8)):
-    speeds = {0: 1 / factor, **dict.fromkeys(range(1, 8), 1.0)}
-    dealt = deal(8 * shares, range(8), shares, speeds=speeds)
-    assert max(len(own) / speeds[member] for member, own in dealt.items()) == pytest.approx(end)
-    assert sum(int(speed * (end - 0.01)) for speed in speeds.values()) < 8 * shares
 
 
 @pytest.mark.parametrize("waits", [True, False])

@@ -45,27 +45,6 @@ def test_the_verdict(sums, alike, kind, members):
   assert found.arrays == ({} if kind == "equal" else {"w": 2})
 
 
-@pytest.mark.parametrize(
-  "first, again, alike, kind, members",
-  [
-    ({0: RIGHT, 1: WRONG}, {0: RIGHT}, {0}, "undecided", (0,)),  # it may be the one that is always wrong
-    ({0: RIGHT, 1: WRONG}, {0: RIGHT}, {0, 2}, "ask", (2,)),  # 2 has joined
-    ({0: RIGHT, 1: WRONG}, {0: WRONG}, {0}, "transient", (0,)),
-    ({0: RIGHT, 1: WRONG}, {}, {2}, "transient", ()),
-    ({0: RIGHT, 1: RIGHT, 2: WRONG, 3: WRONG}, {0: RIGHT, 1: RIGHT}, {0, 1}, "transient", ()),
-  ],
-)
-def test_the_verdict_if_members_are_lost_before_they_compute_again(first, again, alike, kind, members):
-  witness = Witness(sums=dict(first))
-  assert witness.verdict(5, first.keys()).kind == "again"
-  witness.begin_epoch(alike)
-  for member, sums in again.items():
-    witness.computed(member, sums)
-  found = witness.verdict(6, alike)
-  assert (found.kind, found.members) == (kind, members)
-  assert (found.arrays == {"w": 2}) == (kind in ("undecided", "ask") or members == (0,))
-
-
 def start(*numerics: str) -> tuple[Coordinator, list]:
   """A run whose members have these numerics, and the effects of its first epoch."""
   run = Coordinator(RunRules(len(numerics), 1, len(numerics)), clock=lambda: 0.0, failures=Failures())

@@ -8,6 +8,7 @@ KIND is one of:
   pathways    the same behind a stand-in for Pathways, with the real proxy client; hangs and kills at random times too
   processes   a process for each slice: kill, stop, SIGTERM, two at once, a lost supervisor, output that is cut or full,
               members that fail at each start, folders that move, saves that fail
+  local       processes whose replicas take several steps alone, hit in their rounds
   storage     processes whose bucket fails for 1 to 90 s, with kills
   partition   three network namespaces whose links are cut (Linux, `unshare`)
   flips       a flipped bit in gradients, weights or optimizer state, with one controller and with processes
@@ -38,11 +39,12 @@ from pathlib import Path
 from typing import Any
 
 DEFAULTS = {
-  "elastic": 100, "pathways": 20, "processes": 20, "storage": 10, "partition": 1, "flips": 50, "sigterm": 10,
-  "kill": 10, "data": 40,
+  "elastic": 100, "pathways": 20, "processes": 20, "local": 20, "storage": 10, "partition": 1, "flips": 50,
+  "sigterm": 10, "kill": 10, "data": 40,
 }  # fmt: skip
 MODULES = {
   "pathways": "elastic",
+  "local": "processes",
   "storage": "processes",
   "sigterm": "command",
   "kill": "command",

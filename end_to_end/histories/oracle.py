@@ -17,8 +17,8 @@ from trainer.checkpoint import checksums
 Record = dict[str, Any]
 # Fields of a line of metrics.jsonl that say how fast it was, where and when. All others must have the same value.
 VARYING = set(
-  "seconds eval_seconds slices data_wait tflops_per_device tokens_per_second_per_device mfu eta slice_seconds process "
-  "attempt wall monotonic".split()
+  "seconds eval_seconds slices data_wait tflops_per_device tokens_per_second_per_device mfu eta slice_seconds "
+  "bytes_sent process attempt wall monotonic".split()
 )
 ROUNDED = {"loss", "grad_norm", "eval_loss"}  # depend on the order of a sum
 FAILURES = ("Traceback", "Exception in thread")  # of a thread or a process

@@ -3,14 +3,16 @@
 Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
 surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
-kind `storage` the run is in a bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all
-processes the same command starts again. No member may be lost that was not hit. The processes are forked from one that
-has imported everything, so that a start does not take seconds.
+kind `local` replicas take 2 to 40 steps alone, and faults come in their rounds. In the kind `storage` the run is in a
+bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
+starts again. No member may be lost that was not hit. The processes are forked from one that has imported everything, so
+that a start does not take seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import signal
 import time
@@ -32,7 +34,7 @@ LIMIT_SECONDS = 300.0  # for one life of the supervisor
 LIVES = 8  # of the supervisor, at most
 PAUSE_SECONDS = 6.0  # longer than the 5 s for which a member may be silent
 # Faults that end the launch, and its exit code. A launch that is complete before ends with 0.
-ENDS = {"supervisor": -signal.SIGKILL, "all": -signal.SIGKILL, "eval": 42, "move": 42}
+ENDS = {"supervisor": -signal.SIGKILL, "all": -signal.SIGKILL, "eval": 42, "move": 42, "ask": 42}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
 
 
@@ -52,6 +54,7 @@ class Scenario:
   first: int = 1  # the steps in which faults can begin
   last: int = STEPS - 5
   keys: Sequence[str] = ("eval_interval=7", "eval_steps=2")
+  local_steps: Sequence[int] = (1,)
 
 
 MEMBERS = Scenario(
@@ -69,6 +72,14 @@ WORLD = Scenario(
   last=STEPS - 2 * EVAL_INTERVAL,
   keys=(f"eval_interval={EVAL_INTERVAL}", "eval_steps=200"),  # evaluations that last long enough for SIGTERM
 )
+LOCAL = Scenario(
+  {"kill": 8, "term": 3, "stop": 1, "supervisor": 1, "all": 1, "again": 3, "pause": 1, "ask": 3},
+  shares=(1, 1, 1, 2),
+  slices=(3, 3, 4),
+  slow=1 / 3,
+  keys=("eval_steps=2",),
+  local_steps=(2, 4, 5, 10, 20, 40),
+)
 STORAGE = Scenario(
   {"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=4, counts=(1, 1, 2), slices=(2, 2, 3)
 )
@@ -81,7 +92,7 @@ class Fault:
   kill, stop, term: a signal to members; again: a kill soon after the first fault; supervisor, all: SIGKILL to these;
   pause: the supervisor is stopped for a while; cut: the reader of the output goes away; starts: a member dies, and
   `count` times again while it starts; eval: SIGTERM in an evaluation, to the supervisor or (2) to all; move: SIGTERM,
-  and the folder moves; saves: they fail for a while; bucket: it fails for `seconds`."""
+  and the folder moves; ask: SIGTERM to the supervisor; saves: they fail for a while; bucket: it fails for `seconds`."""
 
   step: int
   kind: str
@@ -104,6 +115,7 @@ class Plan:
   options: tuple[str, ...]
   output: str  # of all processes: file, pipe or full
   slowed: str  # a value of forked_runs.SLOWED
+  of_rounds: tuple[str, ...]  # keys of local steps
   faults: tuple[Fault, ...]
 
   @property
@@ -113,7 +125,7 @@ class Plan:
 
 
 def scenario_of(kind: str, seed: int) -> Scenario:
-  return STORAGE if kind == "storage" else WORLD if seed % 3 == 2 else MEMBERS
+  return LOCAL if kind == "local" else STORAGE if kind == "storage" else WORLD if seed % 3 == 2 else MEMBERS
 
 
 def plan(scenario: Scenario, seed: int) -> Plan:
@@ -136,7 +148,15 @@ def plan(scenario: Scenario, seed: int) -> Plan:
   keys = (f"elastic_min_slice_count={chance.choice([1, 1, -1, 2])}",)
   options = ("--spares", "1") if chance.random() < 0.2 else ()
   slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < scenario.slow else ""
-  return Plan(slices, shares, keys, options, output, slowed, tuple(sorted(faults, key=lambda fault: fault.step)))
+  of_rounds: tuple[str, ...] = ()
+  if (count := chance.choice(scenario.local_steps)) > 1:
+    period = count * max(1, 20 // count)
+    periods = f"checkpoint_period={period}", f"eval_interval={period}"
+    outer = chance.choice([("outer_learning_rate=0.7", "outer_momentum=0.9"), ("outer_learning_rate=1",)])
+    of_rounds = f"local_steps={count}", *periods, *outer
+    faults = [dataclasses.replace(fault, delay=fault.delay * count / 2) for fault in faults]
+  ordered = tuple(sorted(faults, key=lambda fault: fault.step))
+  return Plan(slices, shares, keys, options, output, slowed, of_rounds, ordered)
 
 
 class Player:
@@ -208,6 +228,9 @@ class Player:
 
   def strike_all(self, fault: Fault) -> int:
     return sum(self._run.send(pid, signal.SIGKILL) for pid in [self._supervisor, *self._run.workers().values()])
+
+  def strike_ask(self, fault: Fault) -> int:
+    return self._run.send(self._supervisor, signal.SIGTERM)
 
   def strike_pause(self, fault: Fault) -> int:
     self._run.send(self._supervisor, signal.SIGSTOP)
@@ -297,8 +320,8 @@ class Histories:
     scenario = scenario_of(self._kind, seed)
     history = plan(scenario, seed)
     batch = [f"per_device_batch_size={max(2, history.shares)}", f"shares_per_slice={history.shares}"]
-    own = [*KEYS, *scenario.keys, *self._keys, *batch, f"jax_cache_dir={self._folder / 'compiled'}"]
-    shape = history.slices, history.shares, scenario.keys
+    own = [*KEYS, *scenario.keys, *history.of_rounds, *self._keys, *batch, f"jax_cache_dir={self._folder / 'compiled'}"]
+    shape = history.slices, history.shares, scenario.keys, history.of_rounds
     if shape not in self._references:
       reference = self._run(f"undisturbed-{len(self._references)}", own, history.slices)
       assert not (wrong := Player(reference, "file", (), 0, None).play()), (wrong, reference.tail())

@@ -128,6 +128,8 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
     require(config_rules.multiprocess_conflicts(config.elastic))  # torchrun has cluster=auto
     config = shares.resolve(config)
     rules = run_rules(config)
+  else:
+    require(config_rules.needs_processes(config.optimizer))
   return config, cluster_lib.start(config.cluster, rules, config.elastic)
 
 

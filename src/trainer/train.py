@@ -21,9 +21,11 @@ import jax
 
 from trainer.cluster import View
 from trainer.cluster.multiprocess import MultiprocessCluster
+from trainer.drivers.local_rounds import LocalRounds
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.drivers.one_controller import OneController
 from trainer.elastic.elastic_run import Outcome
+from trainer.process.stop import StopRequested
 from trainer.program.state import TrainState
 from trainer.run import after_step
 from trainer.run.after_step import Due
@@ -64,7 +66,8 @@ def _driver(attempt: Attempt) -> Driver:
   """One program on all slices; or, if slices are worlds of their own, the part of this process's slice."""
   cluster, shared = attempt.session.cluster, (attempt.session, attempt.view, attempt.program)
   if isinstance(cluster, MultiprocessCluster):
-    return ManyWorlds(*shared, cluster.peers, attempt.tiers)
+    takes_part = LocalRounds if attempt.config.optimizer.has_local_steps else ManyWorlds
+    return takes_part(*shared, cluster.peers, attempt.tiers)
   return OneController(*shared, attempt.wait)
 
 
@@ -86,19 +89,22 @@ def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
   if attempt.target_reached(step, loss) or step >= steps:
     attempt.save_restored(start, loss)
     return Outcome("complete", step), state
-  return _loop(attempt, state, step)
+  return _loop(attempt, start)
 
 
-def _loop(attempt: Attempt, state: TrainState, step: int) -> tuple[Outcome, TrainState]:
-  """Trains from `state`, after `step` completed steps. Returns the outcome and the last state."""
+def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
+  """Trains from `start`. Returns the outcome and the last state."""
   driver, records, tiers, elastic = attempt.driver, attempt.records, attempt.tiers, attempt.elastic
-  first, steps = step, attempt.config.run.steps
+  state, step, steps = start.state, start.step, attempt.config.run.steps
   while step < steps:
     computed = functools.partial(jax.block_until_ready, state)
     wait = functools.partial(attempt.wait.call, computed, f"the profile before step {step + 1}")
-    attempt.profiler.before_step(step - first, wait)
-    step += 1
-    state, metrics = driver.step(state, step)
+    attempt.profiler.before_step(step - start.step, wait)
+    before, step = step, attempt.next_step(step)
+    try:
+      state, metrics = driver.step(state, step)
+    except StopRequested:
+      return attempt.save_stopped(start, before, state), state
     records.dispatched(step, metrics, state)
     if not driver.runs_ahead:
       records.finish()

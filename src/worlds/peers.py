@@ -61,8 +61,8 @@ class Peers:
     self.run_id = ""  # of the run, if its folder does not exist yet
     self.check: Message = {}  # the last message `check`, of the witness
     self.begun = False  # other members have opened the run's folder
-    self.stopping = False  # the last commit ends the run, or the evaluation after it was interrupted
-    self.interrupted = False  # the evaluation under way ends without a result: the run ends, or this member has left
+    self.stopping = False  # the last commit ends the run, or the round after it was interrupted
+    self.interrupted = False  # the round under way ends without a result: the run ends, or this member has left
     self.left = False  # the run goes on without this member
     self.ended: int | None = None  # the exit code of the run, once the supervisor has ended it
     self._completed: Callable[[], int] = lambda: 0  # of `train`
@@ -193,7 +193,7 @@ class Peers:
 
     send_state(member): sends this member's state. receive_state(member): takes the state that this member has already,
     which is sent again if members were lost before the supervisor knew of its arrival. Returns without a connection if
-    the evaluation under way is interrupted. Raises RunEnded and SupervisorLost.
+    the round under way is interrupted. Raises RunEnded and SupervisorLost.
     """
     self._read_waiting()
     while self._changes:
@@ -248,7 +248,7 @@ class Peers:
       self._handle_change(self.membership.next())
 
   def await_interruption(self) -> None:
-    """Another process of this member knows that the evaluation under way is interrupted: waits for the same message."""
+    """Another process of this member knows that the round under way is interrupted: waits for the same message."""
     while not self.interrupted:
       self._handle_change(self.membership.next())
 

@@ -124,3 +124,18 @@ def test_lists_in_yaml_are_answered_by_their_key(tmp_path):
   assert "mesh_axes" in message and "Sharding follows one table" in message
   assert "line 2: dataset_path holds a list or a mapping, and a key has one value" in message
   assert "line 3: model holds a list or a mapping" in message
+
+
+@pytest.mark.parametrize(
+  ("keys", "expected"),
+  [
+    (["enable_diloco=true", "checkpoint_period=72"], (36, 0.3, 0.9)),
+    (["enable_diloco=true", "diloco_sync_period=10", "diloco_outer_lr=0.7"], (10, 0.7, 0.9)),
+    (["diloco_sync_period=10", "--diloco_outer_momentum", "0.5"], (10, 1.0, 0.5)),
+    (["enable_diloco=false", "diloco_sync_period=10"], (1, 1.0, 0.0)),
+    (["enable_diloco=true", "local_steps=20", "outer_momentum=0"], (20, 0.3, 0.0)),
+  ],
+)
+def test_keys_of_maxtext_s_diloco_are_the_keys_of_local_steps(keys, expected):
+  optimizer = load(["configs/base.yml", *keys]).optimizer
+  assert (optimizer.local_steps, optimizer.outer_learning_rate, optimizer.outer_momentum) == expected

@@ -66,11 +66,23 @@ REFUSED = [
   (["compile_xla_flags=--xla_tpu_enable_x"], "--xla_tpu_enable_x is not of the form --xla_name=value"),
   (["compile_xla_flags=--xla_a=1 xla_a=2"], "xla_a=2 is given twice"),
   (["compile_xla_flags=--xla_tpu_scoped_vmem_limit_kib=4095"], "must be a whole number of at least 4096"),
+  (["local_steps=30"], "checkpoint_period=1000: is no multiple of local_steps=30"),
+  (["local_steps=30"], "Use checkpoint_period=990 or 1020"),
+  (["local_steps=20", "eval_interval=5"], "Use eval_interval=20."),
+  (["local_steps=20", *EMERGENCY], "Use local_checkpoint_period=20."),
+  (["local_steps=20", "witness_period=20"], "a second slice would compute all steps of a replica again"),
+  (["outer_momentum=0.9", "fault_injection=flip_weight@5:1"], "flip_weight@5:1: rehearses the witness"),
+  (["outer_momentum=1"], "outer_momentum must be at least 0 and below 1"),
+  (["diloco_sync_period=20", "local_steps=10"], "local_steps=10 (command line) means the same"),
+  (["num_diloco_fragments=3"], "one exchange of all weights"),
+  (["communication_overlapping_alpha=0.5"], "one exchange of all weights"),
   (["profiler=xplane", "steps=5"], "do not fit in steps=5"),
   (["eval_interval=5", "eval_steps=0"], "no effect with eval_steps=0"),
 ]
 
 ACCEPTED = [
+  ["local_steps=30", "checkpoint_period=90", "eval_interval=60", "cluster=multiprocess"],
+  ["local_steps=30", "enable_checkpointing=false"],
   ["allow_config_change=data, dtype,,global_batch_size "],
   ["query_proj=device", "remat_policy=custom"],
   ["model_name=llama3-8b", "max_target_length=8192"],

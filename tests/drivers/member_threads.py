@@ -18,9 +18,11 @@ from trainer.cluster import View
 from trainer.config import load
 from trainer.config.faults import Fault
 from trainer.config.schema import Config
+from trainer.drivers.local_rounds import LocalRounds
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.elastic.faults import FaultInjector
-from trainer.program import program
+from trainer.program import program, state
+from trainer.program.local_steps import RoundPrograms, end_of_round
 from trainer.program.program import Halves, Program
 from trainer.run import run_data
 from trainer.run.driver import Start
@@ -44,11 +46,11 @@ class Runs:
   def __init__(self, folder: Path, keys: Sequence[str]) -> None:
     """keys: of the model."""
     self._folder, self._keys = folder, keys
-    self._compiled: dict[int, tuple[Program, Halves]] = {}  # by the shares of a slice
-    self._programs: dict[tuple[int, int], tuple[Config, Program, Halves, Any]] = {}
+    self._compiled: dict[int, tuple[Program, Halves | RoundPrograms]] = {}  # by the shares of a slice
+    self._programs: dict[tuple[int, int], tuple[Config, Program, Any, Any]] = {}
     self._right: dict[tuple[int, int], np.ndarray] = {}  # digests of the final state
 
-  def of(self, slices: int, group: int) -> tuple[Config, Program, Halves, Any]:
+  def of(self, slices: int, group: int) -> tuple[Config, Program, Any, Any]:
     """(config, program of a share, its compiled halves, data)."""
     if (slices, group) not in self._programs:
       keys = [
@@ -58,11 +60,16 @@ class Runs:
         f"steps={STEPS}",
         "learning_rate_schedule_steps=99",
       ]
-      keys += [f"base_output_directory={self._folder}", "eval_steps=0", "cluster=multiprocess", "witness_period=1"]
+      keys += [f"base_output_directory={self._folder}", "eval_steps=0", "cluster=multiprocess"]
       config = load(["configs/base.yml", *keys])
+      witnesses = not config.optimizer.has_local_steps
       if group not in self._compiled:  # a share is the same, however many slices there are
         prog = program.of_view(config, View((0,), ((jax.devices()[0],),), 1, (0,)))
-        self._compiled[group] = prog, prog.compile_halves(evaluates=False, adds=group > 1, witnesses=True)
+        if witnesses:
+          compiled = prog.compile_halves(evaluates=False, adds=group > 1, witnesses=True)
+        else:
+          compiled = prog.compile_round(slices * group, evaluates=False, adds=group > 1)
+        self._compiled[group] = prog, compiled
       batch = program.global_batch_size(config, slices, 1)
       data = contextlib.ExitStack().enter_context(run_data.open_data(config, batch, lambda line: None, None))
       self._programs[slices, group] = config, *self._compiled[group], data
@@ -76,7 +83,7 @@ class Runs:
   def play(self, slices: int, group: int, period: int = 1, fault: Fault | None = None, steps: int = STEPS) -> Played:
     """One run to its end."""
     config, prog, halves, data = self.of(slices, group)
-    config = config.with_values(witness_period=period, steps=steps)
+    config = config.with_values(witness_period=0 if config.optimizer.has_local_steps else period, steps=steps)
     coordinator = Coordinator(RunRules(slices, 1, slices * group, timeout=60.0), hang_seconds=60.0)
     played = Played()
     with contextlib.closing(
@@ -132,7 +139,7 @@ class Member(threading.Thread):
     self,
     config: Config,
     prog: Program,
-    halves: Halves,
+    halves: Any,
     data: Any,
     address: str,
     member: int,
@@ -153,7 +160,14 @@ class Member(threading.Thread):
     metrics = types.SimpleNamespace(remembered=list, remember=nothing, flush_pending=nothing)
     cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices, world=SINGLE_WORLD)
     self._session: Any = types.SimpleNamespace(
-      config=config, data=data, log=log, events=events, watchdog=watchdog, metrics=metrics, cluster=cluster
+      config=config,
+      data=data,
+      log=log,
+      events=events,
+      watchdog=watchdog,
+      metrics=metrics,
+      cluster=cluster,
+      progress=types.SimpleNamespace(under_way=nothing),
     )
     recovery = types.SimpleNamespace(under_way=False, restored=nothing)
     self._elastic: Any = types.SimpleNamespace(
@@ -190,13 +204,14 @@ class Member(threading.Thread):
     driver = None
     try:
       tiers: Any = types.SimpleNamespace(newest=lambda: 0)
-      driver = ManyWorlds(self._session, self._view(), self._program, peers, tiers)
+      takes_part = LocalRounds if self._config.optimizer.has_local_steps else ManyWorlds
+      driver = takes_part(self._session, self._view(), self._program, peers, tiers)
       start = driver.start(self._restore, lambda start: None)
-      trained = start.state
-      for n in range(start.step + 1, self._config.run.steps + 1):
-        trained, _ = driver.step(trained, n)
-      assert self._halves.checks is not None
-      self.final = np.asarray(self._halves.checks.of_state(trained))
+      trained, step = start.state, start.step
+      while step < self._config.run.steps:
+        step = end_of_round(self._config.optimizer, step, self._config.run.steps)
+        trained, _ = driver.step(trained, step)
+      self.final = np.asarray(state.digest(trained))
       if peers.saves_in_storage:
         peers.membership.send("finished", code=0)
       peers.wait_for_end()

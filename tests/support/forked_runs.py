@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -140,18 +140,21 @@ def slow_down() -> None:
 
 
 def slow_member(member: str, seconds: str, environment: Mapping[str, str]) -> None:
-  """Every share of this process takes longer if it is `member`."""
+  """Every share of this process takes longer if it is `member`, and every local step of a replica."""
+  from trainer.drivers.local_rounds import LocalRounds
   from trainer.program.share_sums import ShareSums
   from worlds import place
 
-  compute = ShareSums.__call__
+  def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compute(*arguments: Any) -> Any:
+      time.sleep(float(seconds))
+      return function(*arguments)
 
-  def compute_slowly(*arguments: Any) -> Any:
-    time.sleep(float(seconds))
-    return compute(*arguments)
+    return compute
 
   if environment.get(place.MEMBER) == member:
-    ShareSums.__call__ = compute_slowly  # type: ignore[method-assign]
+    ShareSums.__call__ = slowly(ShareSums.__call__)  # type: ignore[method-assign]
+    LocalRounds._batch = slowly(LocalRounds._batch)  # type: ignore[method-assign]
 
 
 def child(request: dict[str, Any], orphan: bool) -> NoReturn:

@@ -27,6 +27,13 @@ SWITCHES = {
   "gcs_metrics": "gcs_metrics",
   "enable_checkpoint_cloud_logger": "checkpoint_logger",
 }
+# MaxText's keys of DiLoCo -> the key that means the same, and the value that enable_diloco=true gives it.
+DILOCO: dict[str, tuple[str, Scalar]] = {
+  "diloco_sync_period": ("local_steps", 36),
+  "diloco_outer_lr": ("outer_learning_rate", 0.3),
+  "diloco_outer_momentum": ("outer_momentum", 0.9),
+}
+DILOCO_SWITCH = "enable_diloco"
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,12 @@ def all_fields() -> dict[str, Key]:
 
 @functools.cache
 def accepted() -> dict[str, Key]:
-  """The names that a run's YAML or command line may have: the keys, and MaxText's switches and derived keys."""
+  """The names that a run's YAML or command line may have: the keys, and MaxText's switches and derived keys, and its
+  keys of DiLoCo."""
   switch = Key("", "", bool, (), False, "", ())
   fields = {name: key for name, key in all_fields().items() if name not in MODEL_VALUES}
-  return fields | {name: replace(switch, name=name) for name in SWITCHES}
+  diloco = {name: replace(fields[key], name=name) for name, (key, _) in DILOCO.items()}
+  return fields | diloco | {name: replace(switch, name=name) for name in (*SWITCHES, DILOCO_SWITCH)}
 
 
 def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
@@ -149,7 +158,7 @@ def as_key(name: str, text: str | None) -> tuple[str, str | None]:
 def is_answered(name: str) -> bool:
   """Whether `name` is a key, or a key of MaxText for which there is an answer."""
   spelled = as_key(name.replace("-", "_"), None)[0]
-  return spelled in all_fields() or spelled in SWITCHES or answers.remedy_for_key(spelled) != ""
+  return spelled in all_fields() or spelled in accepted() or answers.remedy_for_key(spelled) != ""
 
 
 def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:

@@ -19,7 +19,18 @@ from input_pipeline.places import Place
 from input_pipeline.storage import is_address
 from trainer.config import files, paths, validate
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
-from trainer.config.keys import SWITCHES, Given, all_fields, all_keys, as_key, convert, is_answered, resolve
+from trainer.config.keys import (
+  DILOCO,
+  DILOCO_SWITCH,
+  SWITCHES,
+  Given,
+  all_fields,
+  all_keys,
+  as_key,
+  convert,
+  is_answered,
+  resolve,
+)
 from trainer.config.schema import MODEL_VALUES, Config, ModelSection, listed
 
 USAGE = "Usage: python -m trainer CONFIG.yml key=value ..."
@@ -51,6 +62,7 @@ def load_with_origins(
     given["run_name"] = Given(Path(path).stem, "the config file's name")
   given |= _tokenizer_of_parameters(given)
   given |= _services(given)
+  given |= _local_steps(given)
   config = _build(given)
   problems = Problems()
   validate.check(config, problems)
@@ -268,6 +280,28 @@ def _services(given: dict[str, Given]) -> dict[str, Given]:
     services += [SWITCHES[name]] * (bool(switch.value) and SWITCHES[name] not in services)
   origin = ", ".join(f"{name}={str(switch.value).lower()} ({switch.origin})" for name, switch in switches.items())
   return {"services": Given(",".join(services), origin)}
+
+
+def _local_steps(given: dict[str, Given]) -> dict[str, Given]:
+  """The keys of local steps after MaxText's keys of DiLoCo, which are removed from `given`. As in MaxText, they have no
+  effect with enable_diloco=false; without this switch, they mean what they say."""
+  switch = given.pop(DILOCO_SWITCH, None)
+  values = {name: given.pop(name) for name in DILOCO if name in given}
+  if switch is not None and not switch.value:
+    return {}
+  found: dict[str, Given] = {}
+  for name, (key, default) in DILOCO.items():
+    chosen = given.get(key)
+    value = values.get(name)
+    if chosen is not None and chosen.explicit:
+      if value is not None and value.value != chosen.value:
+        raise ConfigError(
+          f"{name}={value.value} ({value.origin}): {key}={chosen.value} ({chosen.origin}) means the same.\n"
+          "Remove one of them."
+        )
+    elif value is not None or switch is not None:
+      found[key] = value or Given(default, f"{DILOCO_SWITCH}, {switch.origin}" if switch else "")
+  return found
 
 
 def _find_model(name: str, origin: str, config_path: Path | Place) -> Path:

@@ -10,7 +10,7 @@ CHANGES_STATE = frozenset({
   "base_emb_dim", "base_num_decoder_layers", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "head_dim",
   "vocab_size", "global_parameter_scale", "use_qk_norm", "logits_via_embedding", "opt_type",
   "num_experts", "base_moe_mlp_dim", "decoder_sparse_step", "mlp_only_layers", "scan_layers",
-  "routed_bias_update_rate",
+  "routed_bias_update_rate", "outer_momentum",
 })  # fmt: skip
 
 # The function that the model computes, the types of its arrays (a checkpoint is cast to them), and the initialization:
@@ -59,7 +59,7 @@ FREE = frozenset({
   "lr_schedule_type", "learning_rate_schedule_steps", "warmup_steps_fraction", "learning_rate_final_fraction",
   "wsd_decay_steps_fraction", "adam_b1", "adam_b2", "adam_eps", "adam_weight_decay",
   "grad_reduce_dtype", "gradient_clipping_threshold", "z_loss_multiplier", "max_nonfinite_steps",
-  "load_balance_loss_weight",
+  "load_balance_loss_weight", "local_steps", "outer_learning_rate",
 })  # fmt: skip
 
 # The values of allow_config_change: keys, and names in `identity`, for which a resume is refused but would work.

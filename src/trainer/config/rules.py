@@ -11,7 +11,7 @@ from typing import Any
 
 from input_pipeline.storage import is_address
 from trainer.config.errors import counted
-from trainer.config.schema import CheckpointSection, ElasticSection, ParallelismSection
+from trainer.config.schema import CheckpointSection, ElasticSection, OptimizerSection, ParallelismSection
 
 AXES = ("data", "fsdp", "tensor", "context")
 
@@ -54,6 +54,16 @@ def single_controller_conflicts(elastic: ElasticSection, cluster: str) -> Iterat
     yield (
       f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
       f"Remove the key ({name}={default}), or start the slices as processes with `python -m trainer.launch.local`."
+    )
+
+
+def needs_processes(optimizer: OptimizerSection) -> Iterator[str]:
+  """Refuses local steps where one program drives all slices."""
+  if optimizer.has_local_steps:
+    yield (
+      f"local_steps={optimizer.local_steps}, outer_learning_rate={optimizer.outer_learning_rate:g}, outer_momentum="
+      f"{optimizer.outer_momentum:g}: one program drives all slices here, and sums their gradients in each step.\n"
+      "Start the slices as processes with `python -m trainer.launch.local`, or remove these keys."
     )
 
 

@@ -338,6 +338,20 @@ class OptimizerSection(Section):
   """Weight of the squared log-partition function in the loss."""
   max_nonfinite_steps: NonNegative = 10
   """Consecutive steps with a non-finite loss or gradient that are skipped. One more stops the run."""
+  local_steps: Positive = 1
+  """Slices as separate processes: steps that each replica takes alone before the slices average their weights and the
+  optimizer's state (DiLoCo, Local Adam; docs/local_steps.md). 1: the slices sum the gradients of every step. MaxText's
+  enable_diloco, diloco_sync_period, diloco_outer_lr and diloco_outer_momentum are accepted too."""
+  outer_learning_rate: float = Field(1.0, gt=0, le=1000)
+  """Learning rate of the outer step, which follows local_steps: its gradient is how far the replicas have moved, on
+  average. 1 with outer_momentum=0: the mean of the replicas."""
+  outer_momentum: float = Field(0.0, ge=0, lt=1)
+  """Nesterov momentum of the outer step. 0: none. A run cannot change it when it resumes."""
+
+  @property
+  def has_local_steps(self) -> bool:
+    """Whether replicas take steps alone, and an outer step follows. Also with local_steps=1 and another outer step."""
+    return self.local_steps > 1 or self.outer_learning_rate != 1 or self.outer_momentum > 0
 
 
 class CheckpointSection(Section):

@@ -38,6 +38,8 @@ def micro_batches(config: Config, rows: int) -> tuple[int, int]:
 
 
 def _chosen(config: Config, possible: list[int]) -> int:
+  if config.optimizer.has_local_steps:  # a share is a replica: fewer examples for each, and the loss rises
+    return 1
   tokens = config.data.per_device_batch_size * config.data.max_target_length
   tokens *= config.optimizer.gradient_accumulation_steps
   return max(shares for shares in possible if shares == 1 or (shares <= MOST and tokens / shares >= LEAST_TOKENS))

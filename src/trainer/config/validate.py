@@ -82,6 +82,7 @@ def check(config: Config, problems: Problems) -> None:
     return  # the rules below compute with these sizes
   if config.cluster.cluster == "multiprocess":
     problems.add(rules.multiprocess_conflicts(config.elastic))
+  problems.add(_local_steps(config))
   sizes = [*_elastic(config.elastic, config.cluster, config.parallelism, config.checkpoint)]
   sizes += _batch(config.data, config.parallelism, config.cluster)
   problems.add(sizes or _shards(config))
@@ -240,6 +241,35 @@ def _optimizer(optimizer: OptimizerSection) -> Iterator[str]:
   for name in ("adam_b1", "adam_b2"):
     if getattr(optimizer, name) == 1:
       yield f"{name}=1: must be below 1, or the moment would never change.\nUse 0.9 to 0.999."
+
+
+def _local_steps(config: Config) -> Iterator[str]:
+  """Between the ends of rounds there is no state of the run, so whatever needs one comes at the end of a round."""
+  optimizer, saves, elastic = config.optimizer, config.checkpoint, config.elastic
+  if not optimizer.has_local_steps:
+    return
+  periods = {"eval_interval": max(config.observe.eval_interval, 0)}
+  if saves.enable_checkpointing:
+    periods["checkpoint_period"] = saves.checkpoint_period
+    periods["local_checkpoint_period"] = saves.local_checkpoint_period * saves.enable_emergency_checkpoint
+  for name, period in periods.items():
+    if rest := period % optimizer.local_steps:
+      near = [value for value in (period - rest, period - rest + optimizer.local_steps) if value]
+      yield (
+        f"{name}={period}: is no multiple of local_steps={optimizer.local_steps}, and the slices have a common state "
+        f"only at the end of a round.\nUse {name}={' or '.join(map(str, near))}."
+      )
+  if elastic.witness_period:
+    yield (
+      f"witness_period={elastic.witness_period}: with local_steps, a second slice would compute all steps of a replica "
+      "again.\nSet witness_period=0, or local_steps=1."
+    )
+  flips = [str(fault) for fault in parse_faults(elastic.fault_injection) if getattr(fault, "is_flip", False)]
+  if flips:
+    yield (
+      f"fault_injection={shorten(', '.join(flips))}: rehearses the witness, which local_steps excludes.\n"
+      "Remove it, or set local_steps=1."
+    )
 
 
 def _cluster(cluster: ClusterSection) -> Iterator[str]:

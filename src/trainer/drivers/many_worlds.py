@@ -24,7 +24,7 @@ from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View, multiprocess
 from trainer.drivers import joining
 from trainer.drivers.compared_share import ComparedShare
-from trainer.drivers.rounds import Contribution, Rounds, Share
+from trainer.drivers.rounds import Contribution, Rounds, Share, Summed
 from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.events import Event, Kind
 from trainer.models import experts
@@ -63,6 +63,7 @@ class ManyWorlds:
     self.data_wait_seconds = 0.0
     self.tally: Any = Tally().numbers
     self.proof: dict[str, Any] = {}
+    self.of_round: dict[str, float] = {}
     self._hashes = config.observe.receipt_state_period > 0
     self._counted_ahead: tuple[int, Tally] | None = None  # (index, of the whole batch), for the balance loss of experts
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
@@ -73,7 +74,8 @@ class ManyWorlds:
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     # First the compilation: a member joins the others when it can compute.
-    self._halves: Halves = self._elastic.compiled_step(self._view)
+    compiled = self._elastic.compiled_step(self._view)
+    self._evaluation_step, self._checksum = compiled.evaluate, compiled.checksum
     if self._period:
       devices = self._program.mesh.devices.flat
       numerics = f"{multiprocess.numerics(devices[0])}, {dict(self._program.compiler_options)}"
@@ -84,17 +86,7 @@ class ManyWorlds:
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._schedule_values = self._program.schedule.placed(self._program.mesh)
-    wire, group = self._config.optimizer.grad_reduce_dtype, self._config.elastic.shares_per_slice
-    self._rounds = Rounds(self._peers, self._halves, wire, group, self._send_state, self._receive_state)
-    self._threads.callback(self._rounds.close)
-    self._total = self._rounds.layout.empty()
-    # Counts of tokens travel with the scalars if gradients travel in a type that rounds.
-    self._counts = experts.only_loads if wire != "float32" else lambda tree: {}
-    counted = [Part(self._counts(part.tree), part.first) for part in self._halves.sums.parts]
-    self._count_ranges = self._rounds.layout.ranges(counted)
-    sizes = [stop - start for start, stop in self._count_ranges]
-    assert sizes == [leaf.size for leaf in jax.tree.leaves([part.tree for part in counted])], "loads are replicated"
-    self._count_ends = np.cumsum([3, *sizes, Tally.SIZE])  # after loss, z_loss and weight
+    self._prepare(compiled)
     self._batches = Prefetcher(self._prepared, self._step, self._config.run.steps)
     self._threads.callback(self._batches.close)
     self._peers.train(
@@ -103,6 +95,26 @@ class ManyWorlds:
       noticed=lambda notice: _record_notice(self._session, notice),
     )
     return start
+
+  def _prepare(self, compiled: Any) -> None:
+    """Takes the compiled programs of the step."""
+    self._halves: Halves = compiled
+    self._open_rounds(self._halves.abstract.grads, self._halves.sums)
+    # Counts of tokens travel with the scalars if gradients travel in a type that rounds.
+    wire = self._config.optimizer.grad_reduce_dtype
+    self._counts = experts.only_loads if wire != "float32" else lambda tree: {}
+    counted = [Part(self._counts(part.tree), part.first) for part in self._halves.sums.parts]
+    self._count_ranges = self._rounds.layout.ranges(counted)
+    sizes = [stop - start for start, stop in self._count_ranges]
+    assert sizes == [leaf.size for leaf in jax.tree.leaves([part.tree for part in counted])], "loads are replicated"
+    self._count_ends = np.cumsum([3, *sizes, Tally.SIZE])  # after loss, z_loss and weight
+
+  def _open_rounds(self, abstract: Any, sums: Summed) -> None:
+    """abstract, sums: see `Rounds`."""
+    wire, group = self._config.optimizer.grad_reduce_dtype, self._config.elastic.shares_per_slice
+    self._rounds = Rounds(self._peers, abstract, sums, wire, group, self._send_state, self._receive_state)
+    self._threads.callback(self._rounds.close)
+    self._total = self._rounds.layout.empty()
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     index, ahead = next(self._batches)
@@ -124,7 +136,7 @@ class ManyWorlds:
       counts = jax.tree.leaves([self._counts(tree) for tree in trees])
       return Contribution((*scalars, *counts, *tallies), [Part(tree, part.first) for tree, part in zip(trees, parts)])
 
-    weights = self._halves.checksum(state.params)
+    weights = self._checksum(state.params)
     compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
     if checks is not None and n % self._period == 0:
       seed, check = self._config.data.data_shuffle_seed, n // self._period
@@ -134,8 +146,7 @@ class ManyWorlds:
     scalars, self.slice_seconds = self._rounds.agree(
       f"step {n}", settled, compute, self._total, compared, self.data_wait_seconds
     )
-    computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
-    self.proof = {"computed": computed, "weights": f"{int(weights):08x}"}
+    self.proof = self._proof(weights)
     self.proof |= {"witness": compared.record()} if compared else {}
     losses, *counts, self.tally, ahead_numbers = np.split(scalars, self._count_ends)
     for (start, stop), count in zip(self._count_ranges, counts, strict=True):
@@ -151,37 +162,46 @@ class ManyWorlds:
       self._elastic.recovered(self.alive)
     return self._state, metrics
 
+  def _proof(self, weights: Any) -> dict[str, Any]:
+    """Who has computed which shares, and the checksum of the weights before, for the receipt."""
+    computed = {str(member): to_ranges(shares) for member, shares in sorted(self._peers.dealt.items())}
+    return {"computed": computed, "weights": f"{int(weights):08x}"}
+
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
-    assert self._evaluations and self._halves.evaluate is not None, "no evaluation data"
-    compiled = self._halves.evaluate
+    assert self._evaluations and self._evaluation_step is not None, "no evaluation data"
+    compiled = self._evaluation_step
 
     def compute(share: Share) -> Contribution:
       sums: list[list[LossSums]] = []
       for feed, count in zip(self._evaluations, batches, strict=True):
         sums.append([])
         for index in range(count):
-          # The processes of a slice compute each batch together, so they must stop before the same one.
-          if any(self._session.cluster.world.gather(self._peers.membership.interrupted)):
-            raise StopRequested
+          self._stop_if_interrupted()
           sums[-1].append(compiled(params, (feed.share(index, share),)))
           jax.block_until_ready(sums[-1][-2:-1])
       whole = (np.asarray(jax.device_get(of_set), np.float32).sum(axis=0, dtype=np.float32) for of_set in sums)
       return Contribution(np.concatenate(list(whole)))
 
-    with self._evaluation() as name:  # one round, so that all sets are evaluated or none
-      checksum = functools.partial(int, self._halves.checksum(params))
+    name = f"eval {self._step}"
+    with self._interruptible(name):  # one round, so that all sets are evaluated or none
+      checksum = functools.partial(int, self._checksum(params))
       scalars, _ = self._rounds.agree(name, checksum, compute, None)
     self._evaluated = True
     return [[(loss, weight)] for loss, weight in scalars.reshape(-1, 2)]
 
+  def _stop_if_interrupted(self) -> None:
+    """Raises StopRequested if the round under way is interrupted. The processes of a slice compute each batch together,
+    so they must stop before the same one: all of them call."""
+    if any(self._session.cluster.world.gather(self._peers.membership.interrupted)):
+      raise StopRequested
+
   @contextlib.contextmanager
-  def _evaluation(self) -> Iterator[str]:
-    """The name of its round. In the block, the supervisor knows that it may interrupt this round."""
-    name = f"eval {self._step}"
+  def _interruptible(self, round_name: str) -> Iterator[None]:
+    """In the block, the supervisor knows that it may interrupt this round."""
     self._session.metrics.flush_pending()
-    self._peers.membership.send("evaluates", round=name)
+    self._peers.membership.send("interruptible", round=round_name)
     try:
-      yield name
+      yield
     except StopRequested:
       self._peers.await_interruption()
       raise
@@ -200,12 +220,13 @@ class ManyWorlds:
     """One member saves: the primary, or if the primary dies, the next one. The members have the same state, but the
     last commit may not have reached all of them."""
     session, peers, step = self._session, self._peers, self._step
+    local_steps = self._config.optimizer.local_steps
 
     def goes_on() -> bool:
       """Whether the others train on, and save. If no supervisor is reached, the records in storage tell: members that
-      have stopped here too are ahead by one step at most. The processes of a slice may see different things, but must
-      save together or not at all: so one that sees the others go on decides for all."""
-      ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + 1
+      have stopped here too are ahead by one step, or one round of local steps, at most. The processes of a slice may
+      see different things, but must save together or not at all: so one that sees the others go on decides for all."""
+      ahead = peers.supervisor_lives() or session.metrics.recorded_step() > step + local_steps
       return any(session.cluster.world.gather(ahead))
 
     if not goes_on():

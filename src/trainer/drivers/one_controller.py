@@ -41,6 +41,7 @@ class OneController:
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
     self.tally: Any = Tally().numbers
+    self.of_round: dict[str, float] = {}
     self._witness = SliceWitness(session, view, program, wait)
     self._threads = contextlib.ExitStack()  # empty if the attempt ends before it has a state
 

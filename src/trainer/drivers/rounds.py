@@ -20,7 +20,6 @@ import jax
 import numpy as np
 
 from trainer.process.stop import StopRequested
-from trainer.program.program import Halves
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.plan import Wire, pieces
 from worlds.peers import MembershipChanged, Peers
@@ -31,7 +30,7 @@ Share = int
 @dataclasses.dataclass(frozen=True)
 class Contribution:
   """What one share adds to a round. scalars: numbers and small arrays, float32, which never travel in another type.
-  parts: the gradients; none in an evaluation."""
+  parts: large arrays, such as gradients; none in an evaluation."""
 
   scalars: Any
   parts: Sequence[Part] = ()
@@ -51,6 +50,14 @@ class _Sum:
     return functools.reduce(np.add, map(flat, jax.device_get(self.scalars)))
 
 
+class Summed(Protocol):
+  """The large arrays of a round. parts: those of a share as ShapeDtypeStructs, in the order of their computation."""
+
+  @property
+  def parts(self) -> Sequence[Part]: ...
+  def add(self, shares: Sequence[Sequence[Part]], /) -> Sequence[Part]: ...
+
+
 class Compared(Protocol):
   """A share of a step that other members compute too, so that all sums of it are compared before the commit."""
 
@@ -66,18 +73,19 @@ class Rounds:
   def __init__(
     self,
     peers: Peers,
-    halves: Halves,
+    abstract: Any,
+    sums: Summed,
     wire: Wire,
     group: int,
     send_state: Callable[[int], None],
     receive_state: Callable[[int], None],
   ) -> None:
-    """wire: the type of gradients on their way. group: shares of a slice, which are summed first (see
-    `Exchange.reduce`). send_state, receive_state: see `Peers.connect`."""
-    self._peers, self._halves, self._wire, self._group = peers, halves, wire, group
+    """abstract: the tree of all parts of `sums`, float32. wire: the type of gradients on their way. group: shares of a
+    slice, which are summed first (see `Exchange.reduce`). send_state, receive_state: see `Peers.connect`."""
+    self._peers, self._sums, self._wire, self._group = peers, sums, wire, group
     self._send_state, self._receive_state = send_state, receive_state
-    self.layout = FlatLayout(halves.abstract.grads)
-    self._known = self.layout.ranges(halves.sums.parts)
+    self.layout = FlatLayout(abstract)
+    self._known = self.layout.ranges(sums.parts)
     self._reports = ThreadPoolExecutor(1, "report of the computation")
 
   def agree(
@@ -92,7 +100,7 @@ class Rounds:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
     compute(share) once for each share of this member. checksum(): of this member's weights. The round is committed only
     if all members have the same checksum. compared: computes in the place of `compute`. waited: seconds for the data of
-    the round, which count as its computation. Raises StopRequested if the round, an evaluation, is interrupted."""
+    the round, which count as its computation. Raises StopRequested if the round is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), waited
     while True:
       peers.connect(self._send_state, self._receive_state)
@@ -152,7 +160,7 @@ class Rounds:
         jax.block_until_ready(scalars[-2])  # so that the gradients of two shares, not of all, need memory at a time
       of_share = compute(share)
       scalars.append(of_share.scalars)
-      total = self._halves.sums.add([total, of_share.parts]) if total else of_share.parts
+      total = self._sums.add([total, of_share.parts]) if total else of_share.parts
     # The device's memory is free after the copy.
     return _Sum(stop, scalars, self.layout.to_host(total) if total else None)
 

@@ -45,13 +45,20 @@ class StepRecord:
   router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
   slice_seconds: dict[str, float] | None = None  # {slice: seconds of its data and computation}; None: one world
+  replica_distance: float | None = None  # root mean square over replicas of their distance from the mean, ...
+  outer_grad_norm: float | None = None  # ... norm of what they have moved on average, at the end of a round, ...
+  bytes_sent: float | None = None  # ... and what this slice has sent in it; None: it is not the last step of a round
+  ago: float = 0.0  # seconds: the steps of a round are recorded together, after the round; no field in the record
   proof: dict[str, Any] | None = None  # what a recorder gets and metrics.jsonl has not: see trust/receipt.py
 
 
 # The fields of a record that are numbers, and their types as JSON has them.
-_NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {"examples", "slice_seconds", "proof"} | {
-  "eval_loss"
-}
+_NUMBERS = {field.name for field in dataclasses.fields(StepRecord)} - {
+  "examples",
+  "slice_seconds",
+  "ago",
+  "proof",
+} | {"eval_loss"}
 # Without a value, a record has no such field.
 _OPTIONAL = {field.name for field in dataclasses.fields(StepRecord) if field.default is None} - {"mfu", "proof"}
 _PLAIN = {int, float, bool, type(None)}
@@ -121,15 +128,17 @@ class Metrics:
     is_primary: bool = True,
     recorders: Callable[[], Sequence[Recorder]] = tuple,
     in_thread: bool = False,
+    at_once: int = 1,
   ) -> None:
     """is_primary: whether this process writes; otherwise it only remembers its last records. recorders: opens those
     who get the records too, when this process begins to write. in_thread: a thread writes the records of steps, see
-    `flush_pending`."""
+    `flush_pending`. at_once: the most steps that are recorded together."""
     self._events, self._recorders, self._in_thread = events, recorders, in_thread
     self._pending: Future[None] | None = None  # the last record of a step that the thread writes
     self._run_directory = run_directory
     self._last_evaluation: Evaluation | None = None  # by this process: an object store may not have the record yet
-    self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED)
+    self._handed_on = _HANDED_ON + at_once - 1
+    self._recent: deque[StepRecord | Evaluation] = deque(maxlen=_REMEMBERED + at_once - 1)
     self._recent_at = float(events.stamp()["monotonic"])  # when the newest of these was made
     self.callbacks: list[Callable[[StepRecord], object]] = []
     """Called with each record that `write` gets, after it is written. Their errors are raised there."""
@@ -143,7 +152,7 @@ class Metrics:
 
   def remembered(self) -> list[dict[str, Any]]:
     """The last records, as JSON: for a process that joins the run, and that may have to write them one day."""
-    return [dataclasses.asdict(record) for record in list(self._recent)[-_HANDED_ON:]]
+    return [dataclasses.asdict(record) for record in list(self._recent)[-self._handed_on :]]
 
   def remember(self, records: list[dict[str, Any]]) -> None:
     """Takes in what another process has `remembered`."""
@@ -217,6 +226,8 @@ class Metrics:
 
   def _write(self, record: StepRecord) -> None:
     fields = vars(record) | self._events.stamp()  # a deep copy would take longer than everything else here
+    ago = fields.pop("ago")
+    fields |= {name: fields[name] - ago for name in ("wall", "monotonic")}
     for optional in _OPTIONAL:
       if fields[optional] is None:
         del fields[optional]

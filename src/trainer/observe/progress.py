@@ -70,6 +70,12 @@ class Progress:
     if self._bar is not None:
       self._draw(record)
 
+  def under_way(self, step: int) -> None:
+    """Moves the bar to `step`, which is done in a round whose steps are shown when it is committed."""
+    if self._bar is not None and time.monotonic() - self._drawn >= _UPDATE_SECONDS:
+      self._drawn = time.monotonic()
+      self._bar.update(self._task, completed=step)
+
   def _is_printed(self, step: int) -> bool:
     """Whether the terminal gets the line of this step, too."""
     if self._bar is None:

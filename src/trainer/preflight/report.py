@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import jax
+import jax.numpy as jnp
 from jax import Device
 
 from stepcost import prices
@@ -20,8 +22,10 @@ from trainer.preflight import host_memory
 from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Choice, PolicyResult, label
 from trainer.program import program
+from trainer.program.state import TrainState
 
 EXPOSED_SHOWN = 5  # transfers
+_LINKS = (1, 10, 100)  # Gbit/s, between two slices
 
 QUICK = (
   "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
@@ -88,6 +92,33 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
       size(sent * (alive - 1) / alive),
     )
     lines.append(" | ".join(f"{column:>{width}}" for column, width in zip(columns, (48, 6, 6, 14, 18))))
+  return lines
+
+
+def local_steps_lines(config: Config, state: TrainState, total: int, step_seconds: float) -> list[str]:
+  """Returns what a round of local steps sends, and how much of the time the exchange takes at several speeds of a link.
+
+  state: of a slice, abstract. total: slices. step_seconds: of a step without the exchange; 0: not known.
+  """
+  width = {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
+  values = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
+  gradients, averaged = (2 * (total - 1) / total * width * values(tree) for tree in (
+    state.params, (state.params, state.opt_state)
+  ))  # fmt: skip
+  lines = [
+    f"Local steps: a slice sends {size(averaged)} in a round of {config.optimizer.local_steps} steps; in a synchronous "
+    f"step {size(gradients)}"
+  ]
+  if not step_seconds:
+    return lines
+  counts_of_steps = sorted({1, 10, 36, 100, config.optimizer.local_steps})
+  lines.append(
+    f"Share of the exchange, without overlap: link | {' | '.join(f'H={count}' for count in counts_of_steps)}"
+  )
+  for gigabits in _LINKS:
+    seconds = {count: (gradients if count == 1 else averaged) * 8e-9 / gigabits for count in counts_of_steps}
+    shares = (seconds[count] / (seconds[count] + count * step_seconds) for count in counts_of_steps)
+    lines.append(f"  {gigabits:>3} Gbit/s | {' | '.join(f'{share:.1%}' for share in shares)}")
   return lines
 
 

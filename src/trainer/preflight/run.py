@@ -64,6 +64,11 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
       living = counted(found.slices, "slice")
       if isinstance(found, analysis.Analysis):
         print("\n".join(report.analysis_lines(found, chip)), flush=True)
+        if config.optimizer.has_local_steps:
+          estimate = analysis.timeline(found, chip) if chip else None
+          seconds = estimate.seconds if estimate else 0.0
+          own = program.build(config, slices_of(1), 1).state
+          print("\n".join(report.local_steps_lines(config, own, total, seconds)), flush=True)
         codes.append(0 if chip is None or found.memory.fits(chip) else 1)
       elif found.too_large:
         print(f"The step on {living} does not fit: {found.reason}", flush=True)
@@ -120,7 +125,8 @@ def _check_hlo_file(path: str) -> None:
 
 def _separate(config: Config) -> bool:
   """Whether each slice is a process with a program of its own. A file of keys may leave `cluster` to the launcher."""
-  kind, mistakes = config.cluster.cluster, [*rules.single_controller_conflicts(config.elastic, config.cluster.cluster)]
+  kind = config.cluster.cluster
+  mistakes = [*rules.single_controller_conflicts(config.elastic, kind), *rules.needs_processes(config.optimizer)]
   if kind in ("simulated", "pathways"):
     require(mistakes)
   return kind == "multiprocess" or bool(mistakes)

@@ -37,8 +37,9 @@ from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.layers import Kernels
 from trainer.parallel import mesh as mesh_lib
 from trainer.parallel import sharding
-from trainer.program import optimizers, state, step
+from trainer.program import local_steps, optimizers, state, step
 from trainer.program.checks import Checks
+from trainer.program.local_steps import RoundPrograms
 from trainer.program.optimizers import NO_OVERRIDES, Schedule, UserOptimizer
 from trainer.program.share_sums import OneProgram, ShareSums, Stages
 from trainer.program.state import TrainState
@@ -123,6 +124,8 @@ class Program:
   batch: MicroBatches  # ShapeDtypeStructs [A, rows, T], with shardings
   schedule: Schedule
   train_step: TrainStep
+  replica_step: TrainStep  # of a replica with local steps, alone on this mesh
+  outer: optax.GradientTransformation | None  # the outer optimizer of local steps; None: all steps are synchronous
   eval_step: Callable[[Any, MicroBatches], tuple[jax.Array, jax.Array]]  # see step.build_eval_step
   share: OneProgram | Stages  # the first half of a step, of this mesh alone
   apply_sums: Callable[[TrainState, Sums, Any], tuple[TrainState, jax.Array]]  # the second half, as TrainStep
@@ -153,7 +156,6 @@ class Program:
     sums = step.abstract_sums(self.state, self.mesh)
     out_shardings = state.shardings(self.state), NamedSharding(self.mesh, PartitionSpec())
     same = self._same_bits
-    params = self.state.params
     first = self.compile_share(adds=adds)
     with jax.set_mesh(self.mesh):
       # Donate only the state: on a CPU the sums may share the memory of the exchange's buffer.
@@ -162,8 +164,26 @@ class Program:
       # Every slice applies the sums for itself, and all must get the same weights.
       apply = second.lower(self.state, sums, values).compile({**self.compiler_options, **same})
       evaluation = self.compile_evaluation(same) if evaluates else None
-      checksum = jax.jit(state.checksum, out_shardings=out_shardings[1]).lower(params).compile()
-    return Halves(sums, first, apply, evaluation, checksum, self.compile_checks(first) if witnesses else None)
+    checks = self.compile_checks(first) if witnesses else None
+    return Halves(sums, first, apply, evaluation, self._compile_checksum(), checks)
+
+  def compile_round(self, replicas: int, *, evaluates: bool, adds: bool) -> RoundPrograms:
+    """Returns what a slice with local steps needs, compiled. replicas: of the run. evaluates, adds: as in
+    `compile_halves`. A replica has the same bits, whichever slice computes it."""
+    assert self.outer is not None, "no local steps"
+    averages = local_steps.Averages.of(self.state, self.model, replicas)
+    abstract = self.state, self.batch, self.schedule.abstract(self.mesh)
+    options = {**self.compiler_options, **self._same_bits}
+    programs = local_steps.compile_round(
+      averages, self.outer, self.replica_step, abstract, self.mesh, options, adds=adds
+    )
+    evaluation = self.compile_evaluation(self._same_bits) if evaluates else None
+    return RoundPrograms(**programs, evaluate=evaluation, checksum=self._compile_checksum())
+
+  def _compile_checksum(self) -> Callable[[Params], jax.Array]:
+    out = NamedSharding(self.mesh, PartitionSpec())
+    with jax.set_mesh(self.mesh):
+      return jax.jit(state.checksum, out_shardings=out).lower(self.state.params).compile()
 
   def compile_share(self, *, adds: bool) -> ShareSums:
     """Returns the first half of a step, compiled: see `compile_halves`."""
@@ -188,13 +208,13 @@ class Program:
 
   def init_from(self, params: Any) -> TrainState:
     """Returns a fresh sharded state with these weights, sharded like `state.params`. It donates them."""
-    create = functools.partial(state.with_params, self.optimizer)
+    create = functools.partial(state.with_params, self.optimizer, self.outer)
     with jax.set_mesh(self.mesh):
       return jax.jit(create, out_shardings=state.shardings(self.state), donate_argnums=0)(params)
 
   @functools.cached_property
   def _init(self) -> Callable[[jax.Array], TrainState]:
-    create = functools.partial(state.create, self.model, self.optimizer)
+    create = functools.partial(state.create, self.model, self.optimizer, self.outer)
     options = None
     if self.mesh.devices.flat[0].platform == "cpu":
       # This runs once, and LLVM needs seconds to optimise random numbers: for small models level 0 is the fastest in
@@ -266,19 +286,7 @@ def build(
     )
   plan = _batch_plan(config, mesh, len(slices), num_slices_total)
   platform = slices[0][0].platform
-  kernel = attention.choose(
-    cfg.attention,
-    attention.Shape(
-      platform=platform,
-      mesh=mesh,
-      head_dim=cfg.head_dim,
-      seq_len=length,
-      num_q_heads=cfg.num_query_heads,
-      num_kv_heads=cfg.num_kv_heads,
-      dtype=jnp.dtype(cfg.dtype),
-      precision=matmul_precision(),
-    ),
-  )
+  kernel = _attention(cfg, platform, mesh, length)
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
   grouped = grouped_matmul.choose(platform)
   model = DecoderFunctions(cfg, _kernels(config, mesh, platform, tokens, kernel, grouped))
@@ -288,6 +296,7 @@ def build(
     lambda: jax.eval_shape(model.init, jax.random.key(0)),
     model.logical_axes(),
   )
+  outer = local_steps.outer_optimizer(config.optimizer)
   return Program(
     mesh=mesh,
     model=model,
@@ -297,9 +306,11 @@ def build(
     optimizer=optimizer,
     plan=plan,
     schedule=schedule,
-    state=state.abstract(model, optimizer, mesh),
+    state=state.abstract(model, optimizer, mesh, outer),
     batch=tuple(step.abstract_batch(mesh, len(group), group[0].size, length) for group in plan.groups),
     train_step=step.build_train_step(model, config.optimizer, optimizer, schedule, mesh),
+    replica_step=step.build_replica_step(model, config.optimizer, optimizer, schedule),
+    outer=outer,
     eval_step=step.build_eval_step(model, config.optimizer, mesh),
     share=_share(config, model, platform),
     apply_sums=functools.partial(step.apply_gradients, config.optimizer, optimizer, schedule),
@@ -321,6 +332,20 @@ def _batch_plan(config: Config, mesh: Mesh, alive: int, total: int) -> BatchPlan
   ways = mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP]
   # Where fsdp spans slices, all of them are needed, and the units of a slice do not matter.
   return batch_plan.plan(total, alive, micro_batches, rows, ways // math.gcd(ways, alive))
+
+
+def _attention(cfg: ModelSection, platform: str, mesh: Mesh, length: int) -> AttentionKernel:
+  shape = attention.Shape(
+    platform=platform,
+    mesh=mesh,
+    head_dim=cfg.head_dim,
+    seq_len=length,
+    num_q_heads=cfg.num_query_heads,
+    num_kv_heads=cfg.num_kv_heads,
+    dtype=jnp.dtype(cfg.dtype),
+    precision=matmul_precision(),
+  )
+  return attention.choose(cfg.attention, shape)
 
 
 def _kernels(

@@ -21,33 +21,50 @@ class TrainState:
   """What one optimizer step changes.
 
   step: int32 [], completed steps, skipped steps included. params: the weights. opt_state: the optimizer's state.
-  skipped: int32 [], number of non-finite steps in a row up to now.
+  skipped: int32 [], number of non-finite steps in a row up to now. outer: of the outer optimizer, with the momentum of
+  the outer steps (`local_steps.py`); None: the run has no local steps.
   """
 
   step: jax.Array
   params: Params
   opt_state: Any
   skipped: jax.Array
+  outer: Any = None
 
 
-def create(model: DecoderFunctions, optimizer: optax.GradientTransformation, key: jax.Array) -> TrainState:
-  """Returns a fresh state with weights drawn from `key`. Can be traced."""
-  return with_params(optimizer, model.init(key))
+def create(
+  model: DecoderFunctions,
+  optimizer: optax.GradientTransformation,
+  outer: optax.GradientTransformation | None,
+  key: jax.Array,
+) -> TrainState:
+  """Returns a fresh state with weights drawn from `key`. outer: the outer optimizer, if there is one. Can be traced."""
+  return with_params(optimizer, outer, model.init(key))
 
 
-def with_params(optimizer: optax.GradientTransformation, params: Params) -> TrainState:
+def with_params(
+  optimizer: optax.GradientTransformation, outer: optax.GradientTransformation | None, params: Params
+) -> TrainState:
   """Returns a fresh state with these weights. Can be traced."""
   zero = jnp.zeros((), jnp.int32)
-  return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero)
+  of_outer = None
+  if outer is not None:
+    of_outer = outer.init(jax.tree.map(lambda weight: weight.astype(jnp.float32), params))
+  return TrainState(step=zero, params=params, opt_state=optimizer.init(params), skipped=zero, outer=of_outer)
 
 
-def abstract(model: DecoderFunctions, optimizer: optax.GradientTransformation, mesh: Mesh) -> TrainState:
+def abstract(
+  model: DecoderFunctions,
+  optimizer: optax.GradientTransformation,
+  mesh: Mesh,
+  outer: optax.GradientTransformation | None = None,
+) -> TrainState:
   """Returns the state as ShapeDtypeStructs with their shardings on `mesh`.
 
   Raises ConfigError if the size of a weight does not divide, or if too many parameters would be replicated inside a
   slice.
   """
-  shapes = jax.eval_shape(lambda: create(model, optimizer, jax.random.key(0)))
+  shapes = jax.eval_shape(lambda: create(model, optimizer, outer, jax.random.key(0)))
   map_with_path = jax.tree_util.tree_map_with_path
   placed = lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 

@@ -180,7 +180,11 @@ def apply_gradients(
   keep = lambda new, old: jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
   skipped = jnp.where(finite, 0, state.skipped + 1)
   new_state = TrainState(
-    step=state.step + 1, params=keep(params, state.params), opt_state=keep(opt_state, state.opt_state), skipped=skipped
+    step=state.step + 1,
+    params=keep(params, state.params),
+    opt_state=keep(opt_state, state.opt_state),
+    skipped=skipped,
+    outer=state.outer,
   )
   metrics = {
     "loss": loss,
@@ -216,6 +220,25 @@ def build_train_step(
     return loss_and_grads(model, cfg, params, batch)
 
   sums = _over_slices(mesh, of_one_slice, functools.partial(reduced_loss_and_grads, model, cfg))
+  return _step_with(model, cfg, optimizer, schedule, sums)
+
+
+def build_replica_step(
+  model: DecoderFunctions, cfg: OptimizerSection, optimizer: optax.GradientTransformation, schedule: Schedule
+) -> TrainStep:
+  """Returns what `build_train_step` returns, for a replica alone on its mesh, with the sums of a share."""
+  sums = lambda params, rounds: loss_and_grads(model, cfg, params, *rounds)
+  return _step_with(model, cfg, optimizer, schedule, sums)
+
+
+def _step_with(
+  model: DecoderFunctions,
+  cfg: OptimizerSection,
+  optimizer: optax.GradientTransformation,
+  schedule: Schedule,
+  sums: Callable[[Params, MicroBatches], Sums],
+) -> TrainStep:
+  """Returns a training step with these sums over its batch."""
 
   def train_step(state: TrainState, rounds: MicroBatches, schedule_values: Any) -> tuple[TrainState, jax.Array]:
     params = state.params

@@ -16,11 +16,12 @@ from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
+from trainer.elastic.elastic_run import Outcome
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
 from trainer.process.stop import StopRequested
-from trainer.program import optimizers
+from trainer.program import local_steps, optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
 from trainer.run.after_step import Actions
@@ -124,6 +125,10 @@ class Attempt:
     for line in self.session.data.resume(start.step, start.meta):
       self.session.log.line(line)
 
+  def next_step(self, step: int) -> int:
+    """The step that the driver completes next, after `step` completed steps: with local steps the end of the round."""
+    return local_steps.end_of_round(self.config.optimizer, step, self.config.run.steps)
+
   # ---- backups
 
   def snapshot(self, step: int, state: TrainState, *, waits: bool = False) -> None:
@@ -156,6 +161,16 @@ class Attempt:
       tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss, begun=begun)
       if final:
         self._commit_last(step, state, loss)
+
+  def save_stopped(self, start: Start, step: int, state: TrainState) -> Outcome:
+    """The process must end in a round of local steps: saves the state of `step`, with which the round began."""
+    self.session.stop.requested(step)
+    self.session.log.line(f"The round of local steps after step {step} stops here: its steps will be done again.")
+    if step == start.step:
+      self.save_restored(start, None)
+    else:
+      self.save(Actions(save="final"), step, state, None)
+    return Outcome("preempted", step)
 
   def save_restored(self, start: Start, loss: float | None) -> None:
     """Commits the restored state, if no step follows: an earlier process may have ended before it had committed it."""

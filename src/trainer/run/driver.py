@@ -35,13 +35,16 @@ def on_host(arrays: Any) -> Any:
 
 
 class Driver(Protocol):
-  """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's."""
+  """The steps of one attempt. `n` counts completed steps: step(state, n) turns the state after n - 1 steps into n's.
+  With local steps it does a whole round, which ends with step n: metrics and tallies have a row for each of its steps.
+  """
 
   runs_ahead: bool  # whether `step` returns before the step is computed: its record is written during the next one
   coordination_errors: tuple[type[Exception], ...]  # what says that the worlds of the run cannot agree any more
   data_wait_seconds: float  # how long the last step waited for its batch
   slice_seconds: dict[str, float] | None  # {slice: seconds of its data and computation in the step}; None: not timed
   tally: Any  # the numbers of the Tally of the whole batch of the last step, perhaps not computed yet
+  of_round: dict[str, float]  # numbers of the last round of local steps: fields of StepRecord; {}: it was one step
   proof: dict[str, Any]  # what the receipt says of the last step besides its numbers: see docs/trust.md
 
   @property
@@ -54,7 +57,7 @@ class Driver(Protocol):
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet. Raises only
-    if the attempt must end."""
+    if the attempt must end; StopRequested in a round of local steps, whose state then stays as it is."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises StopRequested

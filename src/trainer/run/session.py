@@ -128,6 +128,7 @@ class Session:
       is_primary=writes,
       recorders=self.plugins.recorders,
       in_thread=not cluster.recovers_in_process,  # one controller writes a record while the devices compute
+      at_once=config.optimizer.local_steps,
     )
     stack.callback(self.metrics.close)
     self.progress = Progress(
@@ -257,6 +258,9 @@ class Session:
       fingerprint.prepare(prog.state)
     if self.cluster.recovers_in_process:
       return prog.compile()
+    if self.config.optimizer.has_local_steps:
+      replicas = self.cluster.num_slices * elastic.shares_per_slice
+      return prog.compile_round(replicas, evaluates=bool(self.data.evaluations), adds=elastic.shares_per_slice > 1)
     return prog.compile_halves(
       evaluates=bool(self.data.evaluations), adds=elastic.shares_per_slice > 1, witnesses=elastic.witness_period > 0
     )
@@ -286,7 +290,10 @@ def _full_program(config: Config, cluster: Cluster, user_optimizer: UserOptimize
   CheckpointError if its store does not answer."""
   on_primary(cluster.world, lambda: remote.require_bucket(config.run_directory, config.run_directory))
   full_program = program.of_view(config, cluster.view(cluster.slices), user_optimizer)
-  memory.require_fit(full_program.state, counts.parameter_count(config.model), cluster.kind)
+  state = full_program.state
+  # In a round of local steps a slice holds a replica too.
+  held = [state] if full_program.outer is None else [state, dataclasses.replace(state, outer=None)]
+  memory.require_fit(held, counts.parameter_count(config.model), cluster.kind)
   disk_space.require_locks(config)
   return full_program
 

@@ -34,10 +34,13 @@ _TAGS = {
   "router_load_max": "router/load_max",
   "router_load_min": "router/load_min",
   "router_entropy": "router/entropy",
+  "replica_distance": "local_steps/replica_distance",
+  "outer_grad_norm": "local_steps/outer_grad_norm",
+  "bytes_sent": "local_steps/bytes_sent",
   "eta": "perf/eta_seconds",
   "slices": "elastic/slices",
 }
-_NO_NUMBERS = {"step", "skipped", "examples", "slice_seconds", "proof"}
+_NO_NUMBERS = {"step", "skipped", "examples", "slice_seconds", "ago", "proof"}
 _SCALARS = _TAGS | {
   field.name: f"learning/{field.name}"
   for field in dataclasses.fields(StepRecord)

@@ -49,6 +49,7 @@ class _Config(_Strict):
   receipt_state_period: int = Field(ge=1)
   checkpoint_period: _Count
   enable_checkpointing: bool
+  local_steps: int = Field(1, ge=1)
 
 
 class _Data(_Strict):
@@ -186,7 +187,9 @@ def _wrong(line: Line, start: Line) -> Iterator[str]:
   if not line["examples"] or ("weights" in line) != is_shares:
     yield f"it {'has no `examples`' if not line['examples'] else 'has `weights`, or lacks them'}"
   period, saves = config["receipt_state_period"], config["checkpoint_period"] if config["enable_checkpointing"] else 0
-  if "state" not in line and (step % period == 0 or (saves and step % saves == 0) or step == config["steps"]):
+  in_round = config.get("local_steps", 1)  # only after a round, the slices have a state in common
+  due = step // period > (step - in_round) // period or (saves and step % saves == 0)
+  if "state" not in line and ((due and step % in_round == 0) or step == config["steps"]):
     yield "it has no `state`, though the run writes one of this step"
   period = config["witness_period"]
   if ("witness" in line) != bool(period and step % period == 0 and (is_shares or len(computed) > 1)):

@@ -78,6 +78,7 @@ class Exchange:
     self._dealt: dict[int, tuple[int, ...]] = {}  # of the last sum
     self._plans: dict[tuple[Any, ...], Plan] = {}  # of this dealing: every step needs the same ones
     self._threads = ExchangeThreads()
+    self._sent = 0  # bytes, by connections that are closed
     self._listener = Listener(member, token, host, refused)
     self.address = self._listener.address
 
@@ -272,6 +273,12 @@ class Exchange:
         raise over from None
       raise
 
+  @property
+  def sent_bytes(self) -> int:
+    """What this member has sent to its peers so far, headers included."""
+    return self._sent + sum(link.sent for link in itertools.chain(*self._links.values()))
+
   def _drop(self, member: int) -> None:
     for link in self._links.pop(member):
+      self._sent += link.sent
       link.close()

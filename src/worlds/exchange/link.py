@@ -123,6 +123,7 @@ class Link:
     self.epoch = epoch  # the newest one that the peer is known to have begun
     self.is_broken = False  # the next epoch needs another connection
     self.unsent = 0  # bytes that were posted and not sent yet
+    self.sent = 0  # bytes
     self._sock = sock
     self._stop = stop
     self._waiting: deque[memoryview] = deque()  # the unsent bytes: the rest of a payload, then headers and payloads
@@ -162,6 +163,7 @@ class Link:
       except OSError as error:
         raise self._lost(error.strerror or str(error)) from error
       self.unsent -= sent
+      self.sent += sent
       while self._waiting and sent >= len(self._waiting[0]):
         sent -= len(self._waiting.popleft())
       if sent:

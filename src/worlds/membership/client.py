@@ -36,7 +36,7 @@ class Membership:
     self.member = place.member
     self.connected = True
     self.stop_asked = False  # the supervisor has SIGTERM
-    self.interrupted = False  # the evaluation under way ends; the message is perhaps not handled yet
+    self.interrupted = False  # the interruptible round under way ends; the message is perhaps not handled yet
     self._interrupt, self._warn = interrupt, warn
     self._epoch = 0  # of the newest message, perhaps not handled yet
     self._busy: Callable[[], str] = lambda: ""

@@ -95,11 +95,11 @@ class Coordinator(Epochs):
       return self._interrupt()
     return []
 
-  def evaluates(self, member: int, round_name: str) -> Effects:
-    """`member` begins the evaluation `round_name`, which is the next round of all."""
+  def interruptible(self, member: int, round_name: str) -> Effects:
+    """`member` begins `round_name`, the next round of all, which may be interrupted: an evaluation, or local steps."""
     if member not in self.active or self._interrupted:
       return []
-    self._evaluation = round_name
+    self._interruptible_round = round_name
     return self._interrupt()
 
   def computed(self, member: int, epoch: int, seconds: float) -> Effects:
@@ -151,7 +151,7 @@ class Coordinator(Epochs):
     return [*(self._world(force=True) if self.phase == "holding" else []), *self._interrupt()]
 
   def stop(self) -> Effects:
-    """The run must end: after the step under way or in the evaluation under way, with a checkpoint."""
+    """The run must end: after the step under way or in the interruptible round under way, with a checkpoint."""
     if self.stopping:
       return []
     self.stopping = True
@@ -160,10 +160,10 @@ class Coordinator(Epochs):
     return [*(self._world(force=True) if self.phase == "holding" else []), *self._interrupt()]
 
   def _interrupt(self) -> Effects:
-    """Ends the evaluation under way if the run must end, or for the members that leave. All live members have the state
-    after the last commit, so nothing is lost."""
+    """Ends the interruptible round under way if the run must end, or for the members that leave. All live members have
+    the state after the last commit, so no committed step is lost."""
     leaving = self._leaving & self.live
-    if not self._evaluation or self.phase != "running" or not (self.stopping or leaving):
+    if not self._interruptible_round or self.phase != "running" or not (self.stopping or leaving):
       return []
     staying = self.live - leaving
     if not self.stopping and not staying and (joiners := self._joiners()):  # they need the state of one that leaves
@@ -172,7 +172,7 @@ class Coordinator(Epochs):
     if not self.stopping and not staying and self.active - self.live:  # they are about to have it
       return []
     if self.stopping or not staying:
-      self._evaluation, self._interrupted, self.epoch = "", True, self.epoch + 1
+      self._interruptible_round, self._interrupted, self.epoch = "", True, self.epoch + 1
       self.pulse.begin_epoch()
       fresh = to_all(self.active - self.live, message("end", code=42, reason=""))
       return [*to_all(self.live, message("interrupt", epoch=self.epoch, leave=False)), *fresh]
@@ -316,7 +316,7 @@ class Coordinator(Epochs):
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
     self._sent = SentState()
     self.witness = Witness(agreed=self.witness.agreed, numerics=self.witness.numerics)
-    self._evaluation, self._interrupted = "", False
+    self._interruptible_round, self._interrupted = "", False
     for member in self._survivors:
       self._members[member].set_state(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
@@ -340,7 +340,7 @@ class Coordinator(Epochs):
   def _commit(self, round_name: str) -> Effects:
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
-    self.committed, self._done, self._stood_still, self._evaluation = round_name, {}, False, ""
+    self.committed, self._done, self._stood_still, self._interruptible_round = round_name, {}, False, ""
     self.witness.committed(round_name)
     self.failures.committed(round_name, self.active)
     for member in self.active:

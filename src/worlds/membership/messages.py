@@ -39,9 +39,10 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "done": {"epoch": int, "round": str, "checksum": int},
   # The exchange cannot go on in this epoch, because connections have failed. members: it cannot connect with these.
   "broken": {"epoch": int, "members": list},
-  # It begins an evaluation, its next round. Other work that is part of the evaluation may come before the sums.
-  "evaluates": {"round": str},
-  # It has SIGTERM: it wants to leave after the step under way, or in the evaluation under way.
+  # It begins its next round, which may be interrupted: an evaluation, or a round of local steps. Other work of the
+  # round may come before the sums.
+  "interruptible": {"round": str},
+  # It has SIGTERM: it wants to leave after the step under way, or in the interruptible round under way.
   "leave": {},
   # The run is over for this member, everything that it owes is done; it would exit with this code. 2: it has found
   # wrong input, and exits unless the run ends before.
@@ -96,8 +97,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The member needs so many times the median of all members for a share, since this step. 1: not any more. It has so
   # many of the shares of a slice.
   "slow": {"member": int, "factor": _NUMBER, "since": int, "shares": int, "of": int},
-  # SIGTERM came during an evaluation, which ends here without a result. leave: only for this member, which ends; the
-  # others repeat the exchange without it. Otherwise the run ends with the state that all members have.
+  # SIGTERM came in an interruptible round, which ends here without a result. leave: only for this member, which ends;
+  # the others repeat the exchange without it. Otherwise the run ends with the state that all members have.
   "interrupt": {"epoch": int, "leave": bool},
   # The run must end. Ignored until the current round has committed or was interrupted.
   "stop": {},

@@ -74,11 +74,14 @@ class Model:
     group: int = 1,
     slow_until: dict[int, int] | None = None,
     witness: bool = False,
+    local_steps: bool = False,
     wrong: Collection[int] = (),
     wrong_once: Collection[tuple[int, int]] = (),
   ) -> None:
-    """slow_until: {member: the step up to which it needs twice as long for a share}. wrong: members whose sums are
-    always wrong. wrong_once: (member, step) of sums that are right when they are computed again."""
+    """slow_until: {member: the step up to which it needs twice as long for a share}. local_steps: a step may be
+    interrupted, as an evaluation. wrong: members whose sums are always wrong. wrong_once: (member, step) of sums that
+    are right when they are computed again."""
+    self.interruptible = ("eval", "step") if local_steps else ("eval",)
     self.witness, self.wrong, self.wrong_once = witness, set(wrong), set(wrong_once)
     self.alarms: list[dict[str, Any]] = []  # as each member got them
     self.comparisons = 0
@@ -150,8 +153,8 @@ class Model:
     elif received["kind"] == "witness":
       self.carry_out(run.witnessed(i, received["epoch"], received["sums"]))
       self.comparisons += 1
-    elif received["kind"] == "evaluates":
-      self.carry_out(run.evaluates(i, received["round"]))
+    elif received["kind"] == "interruptible":
+      self.carry_out(run.interruptible(i, received["round"]))
     elif received["kind"] == "leave":
       self.carry_out(run.leave(i))
     elif received["kind"] == "finished":
@@ -179,9 +182,9 @@ class Model:
       if member.inbox:
         self.read(member)
         return
-      if member.round.startswith("eval") and member.told != member.round:
+      if member.round.startswith(self.interruptible) and member.told != member.round:
         member.told = member.round
-        member.say("evaluates", round=member.round)
+        member.say("interruptible", round=member.round)
         return
       epoch = member.world["epoch"]
       member.say("computed", epoch=epoch, round=member.round)
@@ -270,7 +273,7 @@ class Model:
       else:
         self.finish_if_complete(member)
     elif kind == "interrupt":
-      assert member.history is not None and member.round.startswith("eval"), (received, member)
+      assert member.history is not None and member.round.startswith(self.interruptible), (received, member)
       self.interruptions += 1
       if received["leave"]:
         self.leave(member)

@@ -1,0 +1,49 @@
+"""Rounds of local steps of members that are threads: what they exchange is what the replicas compute alone."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tests.drivers.member_threads import STEPS, Runs
+from tests.support.elastic_harness import TINY
+
+from input_pipeline.tally import Tally
+from trainer.drivers.local_rounds import LocalRounds, _means, _weighted
+from trainer.program.step import METRICS
+
+KEYS = [*TINY.split(), "local_steps=4", "outer_learning_rate=0.7", "outer_momentum=0.9"]
+MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16", "routed_bias_update_rate=0.01")
+
+
+@pytest.mark.parametrize("more", [(), MOE], ids=["dense", "experts"])
+def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, monkeypatch, more):
+  """Nine steps are two rounds of four steps and one of one step."""
+  runs = Runs(tmp_path, [*KEYS, *more])
+  _, _, _, data = runs.of(2, 1)
+  step, found, numbers = LocalRounds.step, {}, []
+
+  def stepping(driver, state, n):
+    result = step(driver, state, n)
+    first = n - len(driver.tally)
+    found.update({first + i: Tally.of_sum(row) for i, row in enumerate(driver.tally)})
+    numbers.append((n, driver.of_round))
+    assert result[1].shape[0] == n - first and np.isfinite(result[1]).all()
+    return result
+
+  monkeypatch.setattr(LocalRounds, "step", stepping)
+  states = runs.play(2, 1).states()
+  assert len(states) == 2 and (states[0] == states[1]).all()
+  assert found == {index: data.train.tally(index, hashes=True) for index in range(STEPS)}
+  assert {n for n, _ in numbers} == {4, 8, 9}
+  assert all(of_round["replica_distance"] > 0 < of_round["bytes_sent"] for _, of_round in numbers)
+
+
+def test_metrics_are_means_over_tokens_and_a_skip_of_one_replica_counts():
+  rows = lambda loss, weights, skipped: np.float32([[loss, 1.0, 2.0, 0.1, weights, skipped]])
+  one, other = _weighted(rows(3, 10, 0), is_first=True), _weighted(rows(6, 20, 1), is_first=False)
+  (row,), skipped = _means(one + other, 2, 4)
+  assert dict(zip(METRICS, row.tolist())) == pytest.approx(
+    {"loss": 5, "z_loss": 1, "grad_norm": 2, "lr": 0.1, "weights": 30, "skipped": 5}
+  )
+  assert skipped == 5
+  assert _means(one + one, 2, 4)[1] == 0

@@ -1,0 +1,57 @@
+"""Rounds of local steps on slices that are processes, against one process that computes all replicas."""
+
+from __future__ import annotations
+
+import re
+import signal
+
+from tests.support.command import Run, differences
+from tests.support.forked_runs import SLOW
+from tests.support.process_runs import ProcessRun
+from tests.support.torchrun_runs import OneWorker
+
+from trainer.tools import verify
+
+STEPS, H = 62, 4  # the last round is shorter
+KEYS = [
+  *(f"steps={STEPS}", f"local_steps={H}", "outer_learning_rate=0.7", "outer_momentum=0.9"),
+  *("checkpoint_period=40", "eval_interval=20", "eval_steps=2", "shares_per_slice=2", "per_device_batch_size=2"),
+]
+
+
+def test_faults_in_rounds_and_a_restart_cost_no_bit_and_no_line(server, tmp_path):
+  """A slice is killed, and the others compute its replicas too; then the slice that writes the records is killed, and
+  the run waits for one of the two. SIGTERM stops it in a round, and the same command continues it."""
+  keys = [*KEYS, f"jax_cache_dir={tmp_path / 'compiled'}"]
+  undisturbed = OneWorker(tmp_path / "undisturbed", keys, server=server)
+  with undisturbed.launched() as worker:
+    assert undisturbed.wait(worker) == 0, undisturbed.tail()
+  run = ProcessRun(tmp_path / "run", [*keys, "elastic_min_slice_count=2"], environment=SLOW, server=server)
+  with run.launched() as supervisor:
+    run.wait_for(lambda: run.last_step >= H, supervisor)
+    primary = run.first_primary
+    assert run.kill((primary + 1) % 3)
+    run.wait_for(lambda: run.count("recovery") == 1, supervisor)
+    assert run.kill(primary)
+    run.wait_for(lambda: run.count("primary") == 1 and run.count("slice_up") >= 1, supervisor)
+    before = run.last_step
+    run.wait_for(lambda: run.last_step > before, supervisor)
+    assert run.send(supervisor.pid, signal.SIGTERM)
+    assert run.wait(supervisor) == 42, run.tail()
+  (stopped,) = re.findall(r"The round of local steps after step (\d+) stops here", run.printed)
+  assert int(stopped) == run.last_step == run.committed_steps()[-1] < STEPS - H
+  assert run.last_step % H == 0
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  assert run.steps() == list(range(1, STEPS + 1)), run.tail()
+  assert run.evaluations() == undisturbed.evaluations() and len(run.evaluations()) == 4
+  assert differences(run, undisturbed, STEPS) == []
+  assert {event["steps_lost"] for event in run.events("recovery")} == {0}
+  assert verify.main([str(run.directory)]) == 0
+
+
+def test_one_program_for_all_slices_is_refused(server, tmp_path):
+  run = Run(tmp_path, ["local_steps=10", "checkpoint_period=10", "num_slices=2"], server.start)
+  assert run.finish() == 2
+  assert "one program drives all slices here" in run.printed and "trainer.launch.local" in run.printed
+  assert not run.directory.exists()

@@ -177,21 +177,3 @@ def test_emergency(tmp_path, saved, kind, how):
   step, recorder = restore(tmp_path, local=True)
   assert step == 1
   assert recorder.lines
-
-
-@pytest.mark.parametrize("seed", few(range(2), range(6)))
-def test_a_flipped_bit_anywhere_in_local_files(tmp_path, saved, seed):
-  shutil.copytree(saved / "ram", tmp_path / "ram")
-  rng = random.Random(seed)
-  root = emergency.folder(f"{tmp_path}/ram", "run") / ID
-  if seed % 2:
-    file, size = root / "2.s0.p0.json", (root / "2.s0.p0.json").stat().st_size
-    positions = range(size)
-  else:  # not in the padding between the parts, which no code reads
-    file = root / "2.s0.p0.bin"
-    parts = checksums.parse((root / "2.s0.p0.json").read_bytes(), "")["parts"]
-    positions = [part["offset"] for part in parts]
-  data = bytearray(file.read_bytes())
-  data[rng.choice(positions)] ^= 1 << rng.randrange(8)
-  file.write_bytes(data)
-  assert restore(tmp_path, local=True)[0] == 1

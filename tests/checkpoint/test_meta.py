@@ -47,14 +47,6 @@ def test_a_key_that_changes_the_arrays_is_refused_and_cannot_be_allowed(key):
     assert ("load_parameters_path" in remedy) == (key == "scan_layers")
 
 
-def test_identity_is_compared_and_its_cause_named():
-  other = saved(per_device_batch_size=2.0)
-  assert len(meta.check_config(other, Config().flat(), IDENTITY)) == 1
-  with pytest.raises(ConfigMismatch, match=r"global_batch_size(.|\n)*per_device_batch_size +2.0 -> 1.0 +a cause"):
-    meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4})
-  meta.check_config(other, Config().flat(), IDENTITY | {"global_batch_size": 4}, "global_batch_size")
-
-
 def test_changed_files_are_named_as_the_cause():
   """Unless a changed key explains the difference."""
   for changes, said in (({}, True), ({"dataset_path": "other"}, False), ({"tokenizer_type": "bpe"}, False)):

@@ -149,17 +149,6 @@ def test_a_hang_leaves_arrays_that_are_not_ready_until_it_ends(end):
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(results), expected)
 
 
-def test_a_slice_that_was_given_up_during_a_hang_is_replaced_with_empty_memory():
-  simulated = make()
-  view = simulated.view(simulated.alive())
-  simulated.hang(1)
-  assert simulated.lost(view) == {1}
-  assert simulated.wait_for(4, timeout=10) == {0, 1, 2, 3}
-  assert simulated.lost(view) == {1}
-  with pytest.raises(jax.errors.JaxRuntimeError, match="DATA_LOSS"):
-    jax.block_until_ready(simulated.poison({"x": jnp.ones(3)}, view))
-
-
 def run_python(code, **environment):
   """stdout of a fresh interpreter that runs `code`; fails with its stderr."""
   return subprocess.Popen(

@@ -135,25 +135,6 @@ def test_spelling_of_values():
   assert config.model.dtype == "float32"
 
 
-def test_spelling_of_values_in_yaml(write):
-  text = "run_name: 2026-01-01\nlearning_rate: 1e-3\nprofiler: null\nsample_prompt: 'a: b'\nadam_b1: .9\n"
-  config = load([write("x.yml", text)])
-  assert config.run.run_name == "2026-01-01"
-  assert config.optimizer.learning_rate == 1e-3
-  assert config.observe.profiler == ""
-  assert config.observe.sample_prompt == "a: b"
-  assert config.optimizer.adam_b1 == 0.9
-
-
-def test_a_dot_names_the_section_or_stands_for_an_underscore():
-  argv = ["configs/base.yml", "elastic.elastic_enabled=true", "elastic.timeout_seconds=5"]
-  config = load([*argv, "optimizer.learning_rate=0.5", "snapshot.period=4"])
-  assert config.elastic.elastic_enabled
-  assert config.elastic.elastic_timeout_seconds == 5
-  assert config.elastic.snapshot_period == 4
-  assert config.optimizer.learning_rate == 0.5
-
-
 def test_preflight_has_options_that_are_written_like_keys():
   words = ["a.yml", "preflight.hlo_file=step.hlo", "--compile-topology-num-slices=1", "steps=5", "preflight_hlo_file="]
   options, others = preflight_options(words)
@@ -167,12 +148,6 @@ def test_preflight_has_options_that_are_written_like_keys():
 def test_keys_of_earlier_commits_and_of_launchers_are_unknown(write, name):
   for argv in (["configs/base.yml", f"{name}=1"], [write("a.yml", f"{name}: 1")]):
     assert f"{name} (" in failure(*argv) and "there is no such key" in failure(*argv)
-
-
-def test_an_option_of_preflight_is_answered(write):
-  assert "an option of trainer.tools.preflight" in failure("configs/base.yml", "preflight.degraded=full")
-  message = failure(write("a.yml", "compile_topology: v5e-16"))
-  assert "python -m trainer.tools.preflight CONFIG.yml compile_topology=VALUE" in message
 
 
 def test_switches_of_maxtext_change_the_services_below_them(write):
@@ -288,18 +263,6 @@ def test_all_independent_mistakes_of_files_and_command_line_are_reported(write):
   words += ["steps=many (parent.yml line 1)", "attention=flsh (command line)"]
   assert message.startswith("5 mistakes in the configuration:")
   assert all(word in message for word in words), message
-
-
-def test_of_many_mistakes_ten_are_shown():
-  arguments = [f"key_number_{number}=1" for number in range(30)]
-  with pytest.raises(ConfigError, match=r"^30 mistakes(.|\n)*\(10\) key_number_9 (.|\n)*and 20 more\.$"):
-    load(["configs/base.yml", *arguments])
-
-
-@pytest.mark.parametrize("argv", ["configs/base.yml", ["configs/base.yml", 5], [None]])
-def test_load_takes_a_list_of_arguments(argv):
-  with pytest.raises(TypeError, match="load takes a list of arguments, such as"):
-    load(argv)
 
 
 def test_arguments_that_are_not_assignments():

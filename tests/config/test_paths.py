@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 
 import pytest
@@ -157,18 +156,3 @@ def test_a_local_checkpoint_folder_must_be_writable(tmp_path):
   assert "local_checkpoint_directory=/proc/x" in failure(*keys, "local_checkpoint_directory=/proc/x")
   load(["configs/base.yml", *keys, "local_checkpoint_directory=ramdisk"])
   assert list(tmp_path.iterdir()) == []
-
-
-def test_a_missing_dataset_of_several_is_refused_by_its_name(tmp_path):
-  """The command line has none of these keys: they are in the file."""
-  (tmp_path / "here.jsonl").write_text('{"text": "a"}\n')
-  present = {"weight": 1, "grain_file_type": "jsonl", "path": str(tmp_path / "here.jsonl")}
-  sources = {"web": present, "code": present | {"path": f"{tmp_path}/gone/*.jsonl"}}
-  (tmp_path / "mixture.json").write_text(json.dumps(sources))
-  keys = ["dataset_type=grain", "grain_file_type=jsonl", "grain_train_mixture_config_path=mixture.json"]
-  message = failure(*keys)
-  assert message.startswith("source code of the mixture: grain_train_files=") and "gone/*.jsonl" in message
-  (tmp_path / "sets.yml").write_text("books: {dataset_type: text, dataset_path: nowhere}\n")
-  (tmp_path / "a.txt").write_text("text")
-  sets = failure("dataset_type=text", "dataset_path=a.txt", "eval_sets=sets.yml", "eval_interval=1", "eval_steps=1")
-  assert "set books of eval_sets: dataset_path=nowhere: there is no such file" in sets

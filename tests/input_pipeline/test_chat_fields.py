@@ -114,20 +114,6 @@ def test_fields_beside_the_messages_are_refused(tmp_path, more, reason):
     load(nested)
 
 
-@pytest.mark.skipif(not ARROW, reason="needs the extra arrow")
-@pytest.mark.parametrize(("more", "reason"), [BESIDE[0], *BESIDE[2:]])
-def test_columns_beside_the_messages_are_refused(tmp_path, more, reason):
-  import pyarrow
-  from pyarrow import parquet
-
-  rows = [{"messages": HELLO}, {"messages": HELLO}, {"messages": HELLO} | more]
-  parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), tmp_path / "a.parquet")
-  cfg = options(tmp_path, grain_train_files=str(tmp_path / "a.parquet"), grain_file_type="parquet")
-  with pytest.raises(ConfigError, match=f"row 0 of row group 0 of .*a.parquet: {reason}"):
-    load(cfg)
-  assert load(cfg.model_copy(update={"max_bad_records": 1})).num_examples == 2
-
-
 def test_messages_as_json_text_are_not_trained_on_as_texts(tmp_path):
   (tmp_path / "a.jsonl").write_text(json.dumps({"messages": json.dumps(HELLO), "text": json.dumps(HELLO)}) + "\n")
   for keys in ({}, {"train_data_columns": "text", "chat_template_path": "chatml"}):

@@ -207,21 +207,6 @@ def test_a_record_that_is_no_conversation_is_named(tmp_path, name):
     assert loader.num_examples == 2
 
 
-def test_a_conversation_that_the_template_refuses_is_named(tmp_path):
-  strict = (
-    "{% if messages[-1].role != 'user' %}{{ raise_exception('No: ' + messages[-1].role) }}{% endif %}" + chats.CHATML
-  )
-  made = [[HELLO[0]], HELLO]
-  path = chats.write_jsonl(tmp_path / "a.jsonl", made)
-  with pytest.raises(ConfigError, match=r"document 2 of .*a.jsonl: the chat template refuses it .No: assistant"):
-    load(options(tmp_path, template=strict, grain_train_files=path))
-  other = chats.CHATML.replace("<|im_start|>assistant\\n", "<|im_start|>assistant\\n<think>")
-  with pytest.raises(
-    ConfigError, match="message 2 does not follow the chat template's prompt for an answer, which ends"
-  ):
-    load(options(tmp_path, template=other, grain_train_files=path))
-
-
 @pytest.mark.parametrize(
   "text",
   [
@@ -242,29 +227,6 @@ def test_marks_of_blocks_in_a_text_are_refused_and_stay_in_other_texts(tmp_path)
   path = chats.write_jsonl(tmp_path / "a.jsonl", [made])
   with pytest.raises(ConfigError, match=r"document 1 of .*a\.jsonl: it has U.FDD0"):
     load(options(tmp_path, template=chats.TEMPLATES["generation"], grain_train_files=path))
-
-
-def test_templates_are_found_as_transformers_finds_them(tmp_path):
-  path = chats.write_jsonl(tmp_path / "a.jsonl", [HELLO] * 4)
-  plain = sequences_of(load(options(tmp_path, grain_train_files=path)))
-  named = [{"name": "tools", "template": "x"}, {"name": "default", "template": chats.CHATML}]
-  assert sequences_of(load(options(tmp_path, template=named, grain_train_files=path))) == plain
-  with pytest.raises(ConfigError, match="its chat templates are tools, and none is named default"):
-    load(options(tmp_path, template=named[:1], grain_train_files=path))
-  with pytest.raises(ConfigError, match=r"no chat template, which conversations need.*\n.*chat_template_path=chatml"):
-    load(options(tmp_path, template=None, grain_train_files=path))
-  assert (
-    sequences_of(load(options(tmp_path, template=None, grain_train_files=path, chat_template_path="chatml"))) == plain
-  )
-  with pytest.raises(ConfigError, match=r"'\{% for x' is not a chat template"):
-    load(options(tmp_path, template="{% for x", grain_train_files=path))
-  with pytest.raises(ConfigError, match="tokenizer_type=byte: conversations need a tokenizer"):
-    load(options(tmp_path, grain_train_files=path, tokenizer_type="byte", tokenizer_path=""))
-  (tmp_path / "tokenizer" / "chat_template.jinja").write_text(chats.TEMPLATES["llama3"])
-  cfg = options(tmp_path, template="x", grain_train_files=path)
-  assert sequences_of(load(cfg)) != plain
-  (tmp_path / "mine.jinja").write_text(chats.CHATML)
-  assert sequences_of(load(cfg.model_copy(update={"chat_template_path": str(tmp_path / "mine.jinja")}))) == plain
 
 
 def test_chats_in_a_mixture_and_in_evaluation_sets(tmp_path):

@@ -82,31 +82,6 @@ def test_only_stars_and_question_marks_are_patterns(tmp_path):
     found("jsonl", f"{tmp_path}/run[0-9]/*.jsonl")
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl"])
-def test_what_spark_and_delta_write_beside_the_data_is_left_out_and_counted(tmp_path, kind):
-  data = tmp_path / "_tables" / "t"
-  write(data, "a.jsonl", "deep/b.jsonl", "_temporary/0/part.jsonl", "_delta_log/0.jsonl", "deep/_x.jsonl", "_SUCCESS")
-  names, left = found(kind, data)
-  assert names == ["a.jsonl", "deep/b.jsonl"] and left.startswith("names that begin with _: 4 (")
-  if kind == "text":
-    (data / "__init__.py").write_text("x = 1")
-    assert found(kind, data)[0] == ["__init__.py", "a.jsonl", "deep/b.jsonl"]
-    return
-  assert found(kind, f"{data}/*") == (["a.jsonl", "deep/b.jsonl"], f"names that begin with _: 4 ({data}/_SUCCESS, ...)")
-  assert found(kind, f"{data}/*/*.jsonl") == (
-    ["b.jsonl"],
-    f"names that begin with _: 2 ({data}/_delta_log/0.jsonl, ...)",
-  )
-  assert found(kind, f"{data}/**/*.jsonl")[0] == ["a.jsonl", "deep/b.jsonl"]
-  # Names that the user spells out.
-  assert found(kind, f"{data}/deep/_x.jsonl;{data}/_temporary")[0] == ["_temporary/0/part.jsonl", "deep/_x.jsonl"]
-  assert found(kind, f"{data}/_temporary/*/*.jsonl")[0] == ["part.jsonl"]
-  assert found(kind, f"{data}/**/_x.jsonl")[0] == ["_x.jsonl"]
-  assert found(kind, f"{data}/**/_temporary/*/*.jsonl")[0] == ["part.jsonl"]
-  with pytest.raises(ConfigError, match=r"has no files .*not read: names that begin with _: 1 \("):
-    found(kind, f"{data}/deep/*x.jsonl")
-
-
 def test_a_folder_without_such_files_says_what_it_has(tmp_path):
   write(tmp_path, "d/a.parquet", "d/b.parquet")
   with pytest.raises(ConfigError, match=r"no files with grain_file_type=jsonl \(not read: \*.parquet: 2 \("):

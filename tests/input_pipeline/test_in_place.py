@@ -10,7 +10,6 @@ from tests.support.data_files import TOKENS, everything, load, write_records, wr
 
 from input_pipeline import describe
 from input_pipeline.batch import DataError
-from trainer.config.errors import ConfigError
 
 
 def in_place(folder: Path, kind: str = "int32", documents: list | None = None) -> dict[str, str]:
@@ -33,16 +32,6 @@ def test_records_in_place_are_the_examples_of_a_copy(tmp_path, kind):
   assert "2 epochs of 40 examples" in describe.line(loader.describe(20))
   loader.close()
   loader.close()
-
-
-def test_evaluation_in_place(tmp_path):
-  keys = in_place(tmp_path)
-  loader = load(tmp_path, "eval", grain_eval_files=f"{tmp_path}/records/0.array_record", **keys)
-  assert loader.num_examples == 15 and not loader.batch(10).weights.any()
-  with pytest.raises(ConfigError, match="There are no evaluation data"):
-    load(tmp_path, "eval", **keys)
-  with pytest.raises(ConfigError, match="has 40 records, but 41 examples are needed"):
-    load(tmp_path, batch=41, **keys)
 
 
 def test_a_damaged_record_in_place_stops_the_run_with_record_and_file(tmp_path):

@@ -25,13 +25,6 @@ def no_thread_is_left():
   assert threads() == []
 
 
-def wait_until(condition, seconds=10.0) -> None:
-  deadline = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < deadline, "the awaited condition did not come"
-    time.sleep(0.002)
-
-
 @depths
 def test_yields_every_step_once_in_order(depth):
   calls = []
@@ -39,18 +32,6 @@ def test_yields_every_step_once_in_order(depth):
     assert list(items) == [(step, step * 10) for step in range(3, 9)]
     assert list(items) == []
   assert calls == list(range(3, 9))
-
-
-def test_prepares_at_most_depth_items_ahead():
-  calls = []
-  with Prefetcher(calls.append, 0, 100, 3) as items:
-    wait_until(lambda: len(calls) == 3)
-    time.sleep(0.05)
-    assert calls == [0, 1, 2]
-    next(items)
-    wait_until(lambda: len(calls) == 4)
-    time.sleep(0.05)
-    assert calls == [0, 1, 2, 3]
 
 
 @depths
@@ -85,15 +66,6 @@ def test_error_comes_after_the_good_items_and_stays(depth):
       with pytest.raises(DataError, match=r"step 2: .*OSError: no space left") as caught:
         next(items)
       assert caught.value.step == 2 and isinstance(caught.value.__cause__, OSError)
-
-
-def test_exit_in_the_thread_reaches_the_consumer():
-  def leave(step):
-    raise SystemExit(3)
-
-  with Prefetcher(leave, 0, 2, 1) as items, pytest.raises(DataError) as caught:
-    next(items)
-  assert isinstance(caught.value.__cause__, SystemExit)
 
 
 def test_close_waits_for_the_running_call_and_prevents_further_calls():

@@ -11,7 +11,7 @@ import pytest
 import tokenizers as tokenizers_lib
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
@@ -193,20 +193,6 @@ def prepared(folder: Path, tokenizer: str, texts: list[str], **keys) -> tuple[in
   lines: list[str] = []
   loader = make_loader(cfg, vocab_size=300, global_batch_size=1, split="train", log=lines.append)
   return loader.num_examples, lines
-
-
-@pytest.mark.parametrize("name", ["BPE without unk", "Unigram without unk", "what a normalizer removes"])
-def test_a_document_without_any_token_is_refused_by_name(tmp_path, name):
-  removes = normalizers.Replace(tokenizers_lib.Regex("[^a-z ]"), "")
-  path = saved_model(tmp_path, name) if name in MODELS else saved_model(tmp_path, "BPE", normalizer=removes)
-  texts = ["abc", "\u043f\u0440\u0438\u0432\u0435\u0442", "  ", "\u043c\u0438\u0440"]
-  reason = "the tokenizer fails" if "Unigram" in name else "the tokenizer has no token for any of its 6 characters"
-  with pytest.raises(ConfigError, match=rf"document 2 of .*a.jsonl: {reason} .*Give a tokenizer for this text, or"):
-    prepared(tmp_path, path, texts)
-  found, lines = prepared(tmp_path, path, texts, max_bad_records=2)
-  assert found == 2 and "2 bad records are skipped" in lines[1]
-  with pytest.raises(ConfigError, match=r"tokenizer.json: the tokenizer fails .*Missing \[UNK\] token"):
-    prepared(tmp_path, saved_model(tmp_path, "WordLevel without unk"), texts)
 
 
 @pytest.mark.parametrize(

@@ -59,19 +59,6 @@ def test_lines_are_written_to_numbered_parts_and_read_in_order(bucket, tmp_path)
   assert list(files.read_lines("gs://b/run", "log.txt")) == [f"line {i:03d}" for i in range(20)]
 
 
-def test_lines_are_uploaded_without_a_flush(bucket):
-  lines = files.ObjectLines("gs://b/run", "x", period=0.05)
-  lines.append("soon")
-  deadline = time.monotonic() + 10
-  while list(files.read_lines("gs://b/run", "x")) != ["soon"] and time.monotonic() < deadline:
-    time.sleep(0.02)
-  assert list(files.read_lines("gs://b/run", "x")) == ["soon"]
-  writes = bucket.writes
-  time.sleep(0.2)
-  assert bucket.writes == writes  # nothing new, nothing written
-  lines.close()
-
-
 def test_an_outage_loses_nothing_and_is_reported_once(bucket, capsys):
   lines = files.ObjectLines("gs://b/run", "x", period=60, part_bytes=10)
   lines.append("before")

@@ -6,7 +6,6 @@ import os
 import pty
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -53,28 +52,6 @@ def test_a_process_whose_output_is_lost_goes_on_and_says_so(tmp_path, kind, both
   assert len(lines) == 2020 and lines[-1].endswith(" line 1999")
   if not both:
     assert printed.count("warning: stdout is lost") == (kind != "pipe")  # a pipe is closed on purpose
-
-
-def test_a_slow_reader_of_a_non_blocking_pipe_is_no_loss():
-  code = """
-    import os, sys
-    from trainer.observe import screen
-    os.set_blocking(1, False)
-    screen.protect()
-    for number in range(20_000):
-      print("line", number)
-    sys.stderr.write("full\\n")
-    sys.stdin.readline()
-    print("again", flush=True)
-  """
-  command = [sys.executable, "-c", textwrap.dedent(code)]
-  pipe = subprocess.PIPE
-  with subprocess.Popen(command, env=cpu_environment({}), stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-    assert process.stderr.readline() == "full\n"
-    first = os.read(process.stdout.fileno(), 1 << 16).decode()
-    printed, _ = process.communicate("\n", timeout=60)
-    assert process.returncode == 0
-  assert first.startswith("line 0\nline 1\n") and len(first) > 4_000 and printed.endswith("again\n")
 
 
 KEYS = "dataset_type=synthetic vocab_size=64 learning_rate=1e-2 steps=20 elastic_enabled=false num_slices=1".split()

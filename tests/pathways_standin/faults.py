@@ -173,40 +173,6 @@ def a_hanging_slice_is_killed(s):
 
 
 @scenario
-def faults_at_a_dispatch(s):
-  x = s.put(s.everywhere)
-  s.add(x).block_until_ready()
-  now = s.control("status")["dispatches"]
-  s.control("at", "+3", "kill", "1")
-  s.control("at", now + 5, "revive", "1")
-  results = [s.add(s.put(s.living)) for _ in range(2)] + [s.add(x) for _ in range(2)] + [s.add(s.put(s.living))]
-  for good in (results[0], results[1], results[4]):
-    np.testing.assert_array_equal(good, s.value + 1)
-  for bad in results[2:4]:
-    fails(bad.block_until_ready)
-  assert s.control("status")["planned"] == []
-  s.works(s.everywhere)
-
-
-@scenario
-def random_faults(s):
-  s.control("random", 11, 4)
-  right = wrong = 0
-  for _ in range(120):
-    result = s.add(s.put(s.everywhere))
-    try:
-      np.testing.assert_array_equal(result, s.value + 1)
-      right += 1
-    except jax.errors.JaxRuntimeError as error:
-      assert str(error).startswith("DATA_LOSS: slice")
-      wrong += 1
-  assert right >= 10 and wrong >= 10, (right, wrong)
-  s.control("reset")
-  s.works(s.everywhere)
-  assert s.control("status")["planned"] == []
-
-
-@scenario
 def snapshots_in_the_host_memory_of_a_living_slice(s):
   host = s.living.with_memory_kind("pinned_host")
   snapshot = jax.device_put(s.put(s.living), host)

@@ -140,23 +140,6 @@ def chooses(monkeypatch):
   return policies
 
 
-def test_the_cache_has_a_choice_for_the_same_step_only(cluster, chooses, tmp_path):
-  cached = f"jax_cache_dir={tmp_path}/cache"
-  chooses[:] = [RematPolicy.FULL, RematPolicy.NONE, RematPolicy.SAVE_OUT_PROJ, RematPolicy.FULL, RematPolicy.NONE]
-  assert resolve(load(cached), cluster)[0] is RematPolicy.FULL
-  policy, line, notes = resolve(load(cached, "learning_rate=0.5", "run_name=other"), cluster)
-  assert policy is RematPolicy.FULL and not notes
-  (entry,) = (tmp_path / "cache").iterdir()
-  assert line == f"remat_policy=auto: full, a reason (cached in {entry})"
-  assert resolve(load(cached, "per_device_batch_size=8"), cluster)[0] is RematPolicy.NONE
-  assert resolve(load(cached, "elastic_min_slice_count=1"), cluster)[0] is RematPolicy.SAVE_OUT_PROJ
-  entry.write_text("5")  # JSON, but no choice
-  assert resolve(load(cached), cluster)[0] is RematPolicy.FULL
-  entry.write_text("damaged")
-  assert resolve(load(cached), cluster)[0] is RematPolicy.NONE
-  assert resolve(load(cached), cluster)[0] is RematPolicy.NONE and not chooses
-
-
 def test_all_processes_use_the_choice_of_the_primary(chooses):
   class Secondary(SingleWorld):
     rank, size, is_primary = 1, 2, False

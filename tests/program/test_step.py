@@ -342,14 +342,8 @@ def test_matmuls_as_on_tpus_and_weights_gathered_in_two_stages_are_the_same(wide
 @pytest.mark.parametrize(
   "kind, num_slices, shape, width, first",
   [
-    ("TPU v5 lite", 2, (4, 4), 1024, 1),
-    ("TPU v5 lite", 1, (8, 8), 4096, 1),
     ("TPU v5 lite", 2, (8, 8), 2560, 1),
-    ("TPU v5 lite", 2, (16, 16), 4096, 1),
     ("TPU v5 lite", 2, (16, 16), 5120, 16),  # shards of 20 rows
-    ("TPU v5 lite", 1, (16, 16), 4096, 1),
-    ("TPU v6 lite", 1, (16, 16), 5120, 16),
-    ("TPU v5p", 2, (2, 2, 4), 1024, 1),
     ("TPU v5p", 2, (4, 4, 8), 4096, 1),
     ("TPU v5p", 1, (4, 4, 8), 5120, 8),  # shards of 40 rows
     ("TPU v4", 2, (4, 4, 4), 2560, 4),
@@ -379,11 +373,7 @@ def tpu_mesh(num_slices: int, shape: tuple[int, ...], kind: str = "TPU v5 lite")
   [
     ((4, 4), 2048, 32000, 4),
     ((4, 4), 2048, 151936, 1),  # rows are as many as tokens
-    ((4, 4), 8192, 151936, 1),  # too many rows on a device
     ((8, 8), 2048, 128256, 8),
-    ((8, 8), 512, 128256, 1),
-    ((16, 16), 2048, 151936, 16),
-    ((4, 4, 8), 2048, 128256, 8),
     ((1, 1), 2048, 151936, 1),
   ],
 )

@@ -6,14 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 from tests.support import fake_run, guide_awk
 from tests.support.command import without_times
 from tests.support.report_page import Page
 
 from trainer.observe import events, log
-from trainer.observe.metrics import Evaluation
 from trainer.report import goodput, history, page, plots, style
 from trainer.tools import report as tool
 
@@ -55,24 +53,6 @@ def test_the_report_is_one_file_and_tells_what_happened(demo):
   assert "fault_injection" in shown.text and "slice_down@12:1 <x>" in shown.text
   assert "return <b>None</b>  # \u00e9" in shown.text  # the sample is text, not markup
   assert png_size((folder / "loss.png").read_bytes())[0] == 1440
-
-
-def test_evaluation_sets_are_shown(tmp_path):
-  """The first evaluation had only one of the sets."""
-  run = fake_run.FakeRun(tmp_path / "sets", slices=1)
-  for step, losses in ((1, {"web": 3.0}), (2, {"web": 2.0, "code <x>": 1.25}), (3, {"web": 2.5, "code <x>": 1.5})):
-    run.step(step)
-    run.metrics.write_eval(Evaluation(step, losses["web"], eval_losses=losses))
-  run.close()
-  loaded = history.load(str(tmp_path / "sets"))
-  assert loaded.eval_sets["web"].tolist() == [3.0, 2.0, 2.5]
-  assert np.array_equal(loaded.eval_sets["code <x>"], [np.nan, 1.25, 1.5], equal_nan=True)
-  shown = Page(report(tmp_path / "sets")).text
-  assert "web 2.5000 (step 3) 2.0000 (step 2)" in shown
-  assert "code <x> 1.5000 (step 3) 1.2500 (step 2)" in shown
-  figure = plots.loss_over_steps(loaded, style.WIDE)
-  labels = {line.get_label() for axis in figure.axes for line in axis.get_lines()}
-  assert {"evaluation (web)", "evaluation (code <x>)"} <= labels
 
 
 def test_a_run_may_end_in_a_process_that_took_over_the_records(no_pictures, tmp_path):

@@ -15,13 +15,6 @@ def lines(evals=({"step": 1},), **start) -> dict[str, tuple[float, bool]]:
   return {line.name: (line.value, line.above) for line in plots._references(run)}
 
 
-def test_each_curve_has_its_own_unigram_line():
-  """The only line was the training text's, and stood next to the evaluation curve too."""
-  found = lines(unigram_entropy=6.26, unigram_eval_loss=6.9)
-  assert found == {"unigram model, training": (6.26, False), "unigram model, evaluation": (6.9, True)}
-  assert lines(unigram_entropy=6.9, unigram_eval_loss=6.26)["unigram model, evaluation"] == (6.26, False)
-
-
 @pytest.mark.parametrize(("start", "empty"), [(300.0, False), (2.0, True)])
 def test_a_slow_start_leaves_no_empty_picture(tmp_path, start, empty):
   """70 % of the picture were blank."""

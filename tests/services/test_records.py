@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import subprocess
 import sys
 import textwrap
@@ -24,30 +23,6 @@ def open_metrics(path, **cfg) -> metrics.Metrics:
   section, record = ObserveSection(**cfg), events.EventLog(str(path), "r")
   open_all = lambda: list(recorders(str(path), section, record.process, log.get(None), ServiceRun()))
   return metrics.Metrics(str(path), record, recorders=open_all)
-
-
-def test_metrics_objects_are_one_per_period_and_never_replaced(tmp_path):
-  out = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  for step in [*range(1, 16), *range(11, 24)]:  # a rewind from 15 to 10
-    out.write(record(step, loss=float(step)))
-  out.close()
-  steps = {
-    path.name: [json.loads(line)["step"] for line in path.read_text().splitlines()]
-    for path in (tmp_path / "metrics").iterdir()
-  }
-  assert steps == {
-    "metrics_step_000001_to_step_000010.txt": [*range(1, 11)],
-    "metrics_step_000011_to_step_000015.txt": [*range(11, 16)],
-    "metrics_step_000011_to_step_000020.txt": [*range(11, 21)],
-    "metrics_step_000021_to_step_000023.txt": [*range(21, 24)],
-  }
-  again = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  again.write(record(21))
-  again.close()
-  once_more = open_metrics(tmp_path, services="gcs_metrics", log_period=10)
-  once_more.write(record(21))
-  once_more.close()
-  assert (tmp_path / "metrics" / "metrics_step_000021_to_step_000021.1.txt").exists()
 
 
 def tensorboard(run) -> tuple[list[tuple[int, str, float]], list[int]]:

@@ -65,12 +65,6 @@ def test_each_folder_is_listed_with_its_state(folder, capsys):
   assert re.search(r"last record: .* ago at step 8, by process \w{8} on host node-7; it trains, or was killed", head)
 
 
-def test_the_files_are_read_if_that_is_wanted(folder, capsys):
-  _, found = rows(folder, capsys, "--verify")
-  assert found[("2", "checkpoint")][1] == "committed, all files are as they were written"
-  assert found[("4", "checkpoint")][1].startswith("committed, damaged: meta.json")
-
-
 def test_a_save_under_way_is_not_called_killed(folder, capsys):
   writer = FolderLock(folder / "checkpoints", shared=True)
   _, found = rows(folder, capsys)

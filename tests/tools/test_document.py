@@ -56,42 +56,11 @@ def test_the_printed_config_reads_back_to_the_same_config(keys, tmp_path):
 
 
 WORDS = ["", "-", "- x", "---", "...", "a: b", "a #b", "#", "~", "~/x", "null", "Null", "true", "No", "007", "1e3"]
-WORDS += [
-  "2026-01-01",
-  "1_000",
-  "0x1f",
-  "?",
-  "? x",
-  "!tag",
-  "%YAML",
-  "@",
-  "`",
-  "|",
-  ">",
-  "&a",
-  "*a",
-  "[",
-  "{}",
-  "<<",
-  ".5",
-]
+WORDS += ["2026-01-01", "1_000", "0x1f", "?", "? x", "!tag", "%YAML", "@", "`", "|", ">", "&a", "*a", "["]
+WORDS += ["{}", "<<", ".5", "gs://a/b#c", "x" * 3000, "a,b", "=", "a=b", "0:30", "a:", ":a", "- - -", "a  b", "  "]
 WORDS += ["'", '"', "''", "it's", '"a"', "\\", "\\n", "a\nb", "\n", "a\r\nb", "\r", "\t", "a\tb", " a", "a "]
 WORDS += ["\x00", "\x1b[0m", "\x7f", "\x85", "a\x85b", "\xa0", "\u2028", "\ufeff", "\ufffe", "\u00e9"]
-WORDS += [
-  "gs://a/b#c",
-  "x" * 3000,
-  "a,b",
-  "=",
-  "a=b",
-  "0:30",
-  "a:",
-  ":a",
-  "- - -",
-  "a  b",
-  "  ",
-  "\U0001f600",
-  "\udcff",
-]
+WORDS += ["\U0001f600", "\udcff"]
 
 
 @pytest.mark.parametrize("word", WORDS, ids=ascii)

@@ -117,22 +117,6 @@ def test_the_command_serves_the_page_and_ends_with_ctrl_c(tmp_path):
     assert process.wait(timeout=60) == 0
 
 
-def test_a_folder_of_runs_is_a_list_of_links(tmp_path):
-  young_run(tmp_path / "a <b>").close()
-  young_run(tmp_path / "older" / "c", steps=5).close()
-  fake_run.FakeRun(tmp_path / "unborn").close()
-  (tmp_path / "no run").mkdir()
-  with watching(str(tmp_path), "--port", "0") as (_, url):
-    body = json.loads(get(f"{url}state?version=-1")[1])["body"]
-    links = Page(body).links
-    assert links == ["a%20%3Cb%3E/", "older/c/", "unborn/"] and "<b>" not in body
-    assert "3 of 20" in body and "5 of 20" in body and "no completed step" in body
-    assert 'fetch("state?version=" + version' in get(url + links[1])[1]
-    assert "5 of 20" in json.loads(get(f"{url}{links[1]}state?version=-1")[1])["body"]
-    for other in ("nothing/", "no%20run/", "older/", "older/../../etc/", "a%20%3Cb%3E"):
-      assert get(url + other)[0] == 404
-
-
 def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
   """A run that was killed looked like one that trains: both had not ended."""
   running = young_run(tmp_path / "a <b>")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import json
@@ -26,7 +25,7 @@ from trainer.config.schema import CheckpointSection, Config
 from trainer.models.decoder import DecoderFunctions
 from trainer.models.layers import Kernels
 from trainer.tools import export_hf, import_hf
-from trainer.weights import export, folders, importing, sources
+from trainer.weights import export, importing, sources
 from trainer.weights import safetensors as own_format
 from trainer.world import SINGLE_WORLD
 
@@ -289,30 +288,6 @@ def test_a_checkpoint_that_is_deleted_while_it_is_read_is_replaced_by_the_next_o
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {run}@1: retention has deleted this checkpoint while it was read. Name a step that")
     assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.parametrize("locks", [True, False])
-def test_two_processes_that_write_one_folder_leave_one_whole_folder(tmp_path, monkeypatch, locks):
-  """The second one is refused: at its begin, or without locks at its end."""
-  if not locks:
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-  target = tmp_path / "new"
-  (tmp_path / "new.unfinished" / "sub").mkdir(parents=True)  # of a process that was killed
-  for name in ("a", "sub/a"):
-    (tmp_path / "new.unfinished" / name).write_text("killed")
-  second = pytest.raises(ConfigError, match="another process writes this folder" if locks else "not empty")
-  with contextlib.ExitStack() as first:
-    folder = first.enter_context(folders.new_folder(str(target)))
-    (folder / "b").write_text("1")
-    with second, folders.new_folder(str(target)) as other:
-      (other / "b").write_text("2")
-      first.close()
-    first.close()
-  assert {path.name: path.read_text() for path in target.iterdir()} == {"b": "1"}
-  with pytest.raises(ConfigError, match="has files already"), folders.new_folder(str(target)):
-    pass
-  left = {path.name for path in tmp_path.iterdir()} - {"new"}
-  assert left == (set() if locks else {"new.unfinished"})
 
 
 @pytest.mark.parametrize("module", ["import_hf", "export_hf"])

@@ -152,14 +152,3 @@ def test_attempts_of_a_run_that_needs_all_members_are_limited():
   assert run.run.failures.attempt == 3 and run.run.code is None
   run.end(2, KILLED)
   assert run.run.code == FAILED and "elastic_max_retries=3: so many" in run.reason
-
-
-def test_a_leader_that_dies_again_and_again_ends_the_run():
-  run = Run(members=2, attempts=4)
-  for _ in range(4):
-    assert run.run.code is None
-    run.do(run.run.hello(2, 0, 1, ""))
-    run.effects = run.run.ready(2, 0, 99)  # it has the newest local copy, and crashes when it restores it
-    assert run.run.phase == "leading"
-    run.do(run.run.lost(2, "killed"))
-  assert run.run.code == FAILED

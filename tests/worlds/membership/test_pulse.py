@@ -73,18 +73,6 @@ def test_a_member_that_computes_for_ever_is_blamed_although_it_gives_signs_of_li
   assert dead == [1] and 5.0 < time.now - 10.0 < 5.3
 
 
-def test_a_silent_process_is_noticed_before_its_member_is_needed():
-  """Member 3 is a spare, of which one of two processes is stopped. Member 4 still compiles and is waited for."""
-  time = Time()
-  run = running(time)
-  for member, lane in ((3, 0), (3, 1), (4, 0)):
-    run.hello(member, lane, 2 if member == 3 else 1, "address")
-  for lane in range(2):
-    run.ready(3, lane, 0)
-  dead = first_killed(run, time, range(4))
-  assert dead == [3] and 5.0 < time.now - 10.0 < 5.3
-
-
 @pytest.mark.parametrize("is_ready", [True, False])
 def test_a_member_that_is_stopped_while_the_run_starts_is_noticed_soon(is_ready):
   """The others compile their first step for a minute, and live."""

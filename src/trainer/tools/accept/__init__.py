@@ -1,0 +1,1 @@
+"""`python -m trainer.tools.accept OUT`: shows on the machines at hand that the promises hold (docs/accept.md)."""

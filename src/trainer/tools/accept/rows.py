@@ -1,0 +1,390 @@
+"""The rows of a card: what accept does to the runs, and what it must see."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import resource
+import shutil
+import signal
+import statistics
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from input_pipeline.loader import make_loader
+from input_pipeline.options import DataOptions
+from trainer.observe import files
+from trainer.observe.metrics import read_metrics
+from trainer.tools.accept import corpus
+from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
+
+LOSSES = 100  # steps of row 7
+_BATCH, _LENGTH = 12, 128  # B and T of the runs
+_CLOCK_SECONDS = 2.0
+_EVENT_SECONDS, _START_SECONDS = 180.0, 900.0  # limits: for an event of a run that computes; for a first step, an end
+_CALM = 5  # steps in a row that show that a run goes on
+_OTHER_SUMS = 1e-3  # of losses where fewer slices add in another order (one controller)
+
+
+class DoesNotApply(Exception):
+  """Why a row cannot be shown here."""
+
+
+@dataclass
+class Row:
+  """holds: None where the row does not apply here; `seen` says why. command: repeats what the row shows."""
+
+  row: int
+  name: str
+  expected: str
+  seen: str = ""
+  command: str = ""
+  holds: bool | None = False
+  figures: dict[str, float] = field(default_factory=dict)
+
+
+class Acceptance:
+  """Plays the runs and fills the rows. out: the folder of the runs, which all hosts reach."""
+
+  def __init__(self, launcher: Launcher, out: Path, keys: Sequence[str], minutes: float) -> None:
+    self.launcher, self.out, self.keys = launcher, out, list(keys)
+    self.rows: list[Row] = []
+    self.losses: list[str] = []
+    self.machine: dict[str, Any] = {}
+    self._deadline = time.monotonic() + 60 * minutes
+    self._last: dict[str, int] = {}  # {complete run: its last step}
+    data = f"grain_train_files={corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
+    names = ("kill", "stop", "crash", "storage", "undisturbed")
+    rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
+    self._jobs = {
+      name: Job(
+        launcher,
+        name,
+        ["configs/accept.yml", f"base_output_directory={out}", f"run_name={name}", *f"{data} {rows}".split(), *keys],
+        out,
+        f"{out}/{name}",
+      )
+      for name in names
+    }
+
+  def play(self) -> None:
+    """Fills all rows. At its end no process of a run is left."""
+    plays = (self._storage, self._kill, self._stop, self._crash, self._damage, self._undisturbed, self._batches)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+      signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+      for play in (*plays, self._equal, self._replay, self._speed):
+        play()
+    finally:
+      for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # a second one would leave processes
+      for job in self._jobs.values():
+        job.kill_all()
+
+  @contextlib.contextmanager
+  def _row(self, number: int, name: str, expected: str, command: Sequence[str] = ()) -> Iterator[Row]:
+    """A row whose block says what was seen. A block that raises does not hold, and hides no other row."""
+    row = Row(number, name, expected, command=" ".join(command))
+    try:
+      _expect(time.monotonic() < self._deadline, "not tried: the time is over. Give a larger --budget")
+      yield row
+      row.holds = True
+    except DoesNotApply as reason:
+      row.holds, row.seen = None, str(reason)
+    except NotSeen as seen:
+      row.seen = str(seen)
+    except (OSError, ValueError, LookupError, StopIteration, subprocess.SubprocessError) as error:
+      row.seen = f"{type(error).__name__}: {error}"
+    self.rows.append(row)
+    state = {True: "holds", False: "DOES NOT HOLD", None: "does not apply"}[row.holds]
+    print(f"{row.row} {row.name}: {state}. {row.seen}", flush=True)
+
+  # ---- 1: the storage of OUT
+
+  def _storage(self) -> None:
+    with self._row(1, "storage", "one lock at a time; a rename replaces; the bytes that were written are read") as row:
+      lock, other, data = self.out / "lock", self.out / "other", os.urandom(64 << 20)
+      with lock.open("w") as one, lock.open("w") as two:
+        fcntl.flock(one, fcntl.LOCK_EX)
+        with contextlib.suppress(BlockingIOError):
+          fcntl.flock(two, fcntl.LOCK_EX | fcntl.LOCK_NB)
+          raise NotSeen("two files lock the same file at once: two runs in one folder are not kept apart")
+      begun = time.monotonic()
+      with other.open("wb") as file:
+        file.write(data)
+        os.fsync(file.fileno())
+      speed, skew = 64 / (time.monotonic() - begun), abs(other.stat().st_mtime - time.time())
+      other.replace(lock)
+      _expect(not other.exists() and lock.read_bytes() == data, "a file that was renamed has other bytes")
+      lock.unlink()
+      _expect(skew < _CLOCK_SECONDS + 64 / speed, f"the clock of the storage differs by {skew:.0f} s")
+      opened, free = resource.getrlimit(resource.RLIMIT_NOFILE)[1], shutil.disk_usage(self.out).free / 1e9
+      _expect(opened == resource.RLIM_INFINITY or opened >= 1024, f"at most {opened} open files (ulimit -Hn)")
+      row.figures = {"write_MB_per_second": round(speed), "free_GB": round(free)}
+      row.seen = f"{speed:,.0f} MB/s written, {free:,.0f} GB free, {opened:,} open files"
+
+  # ---- 3: lost slices, and ends; each with a run of its own
+
+  def _train(self, job: Job, steps: int, *keys: str) -> None:
+    """Starts the run and returns when it has done `steps` further steps on all slices."""
+    begun = len(job.steps())
+    job.start(*keys)
+    job.wait("the first step", lambda: len(job.steps()) > begun, _START_SECONDS)
+    self._calm(job, self.launcher.slices, steps)
+
+  def _calm(self, job: Job, slices: int, steps: int = _CALM) -> Line:
+    """Waits for so many further steps in a row on so many slices. Returns the first one on them."""
+    begun = len(job.steps())
+    wanted = [slices] * steps
+    said = f"{steps} steps on {slices} slices"
+    job.wait(said, lambda: [step["slices"] for step in job.steps()[begun:][-steps:]] == wanted, _EVENT_SECONDS)
+    return next(step for step in job.steps()[begun:] if step["slices"] == slices)
+
+  def _stop_with_42(self, job: Job) -> float:
+    """Sends SIGTERM, and returns the seconds until the run has saved and ended."""
+    begun = time.monotonic()
+    job.terminate()
+    code = job.end(_EVENT_SECONDS)
+    _expect(code == 42, f"exit code {code} after SIGTERM, not 42: {job.tail()}")
+    return time.monotonic() - begun
+
+  def _complete(self, job: Job, more: int) -> None:
+    """Starts the run again, until it has `more` further steps."""
+    last = max((int(step["step"]) for step in job.steps()), default=0) + more
+    job.start(f"steps={last}")
+    code = job.end(_START_SECONDS)
+    _expect(code == 0, f"exit code {code} at the end of the run: {job.tail()}")
+    self._last[job.name] = last
+
+  def _kill(self) -> None:
+    job, launcher, after = self._jobs["kill"], self.launcher, None
+    n, is_rehearsed = launcher.slices, not launcher.has_worlds and not launcher.kill
+    faults = ["fault_injection=slice_down@25:0/30", "snapshot_period=1"] if is_rehearsed else []
+    with self._row(1, "devices", f"{n} slices start and train", job.command(*faults)) as row:
+      self._train(job, 22, *faults)
+      start, seconds = job.events("run_start")[-1], float(job.events("init_done")[-1]["seconds"])
+      names = ("platform", "device_kind", "devices", "devices_per_slice")
+      self.machine = {name: start[name] for name in names}
+      row.seen = f"{start['devices']} devices of kind {start['device_kind']}, ready after {seconds:.0f} s"
+    allowed, who = int(not launcher.has_worlds), "a new group goes" if launcher.restarts_all else "the others go"
+    with self._row(3, "a slice is killed", f"{who} on; steps lost: at most {allowed}", job.command(*faults)) as row:
+      killed = self._kill_slice(job, is_rehearsed)
+      after = self._calm(job, n - (not launcher.restarts_all))
+      row.figures = {"seconds": round(float(after["wall"]) - killed, 3), "steps_lost": _repeated(job)}
+      row.seen = f"next step after {row.figures['seconds']} s, {_repeated(job)} steps lost"
+      _expect(_repeated(job) <= allowed, row.seen)
+    with self._row(3, "it returns", f"{n} slices again, until the run completes: exit codes 42, 0") as row:
+      _expect(after is not None, "no slice was lost")
+      back = self._calm(job, n)
+      row.figures = {"seconds": round(float(back["wall"]) - float((after or back)["wall"]), 1)}
+      row.seen = f"after {row.figures['seconds']} s"
+      self._stop_with_42(job)
+      self._complete(job, 5)
+    with self._row(1, "clocks", f"those who write records agree within {_CLOCK_SECONDS:g} s") as row:
+      worst = max(job.delays.values(), key=abs)
+      row.seen = f"{len(job.delays)} processes, largest difference {worst:.2f} s"
+      _expect(abs(worst) < _CLOCK_SECONDS, row.seen)
+
+  def _kill_slice(self, job: Job, is_rehearsed: bool) -> float:
+    """Kills the slice that writes the records, and returns the time."""
+    if is_rehearsed:
+      job.wait("a lost slice", lambda: job.events("fault_injected"), _EVENT_SECONDS)
+      return float(job.events("fault_injected")[-1]["wall"])
+    command, killed = self.launcher.kill, time.time()
+    if not command:
+      if not (pids := job.slices()):
+        raise DoesNotApply("the slices are not processes of this command. Give --kill COMMAND, which kills one")
+      command = f"kill -9 {pids[0]}"
+    subprocess.run(command, shell=True, check=True, timeout=_EVENT_SECONDS)
+    return killed
+
+  def _stop(self) -> None:
+    job = self._jobs["stop"]
+    with self._row(3, "SIGTERM", "exit code 42 after a save; then the next step follows", job.command()) as row:
+      self._train(job, 25)
+      row.figures = {"seconds": round(self._stop_with_42(job), 1)}
+      self._complete(job, 10)
+      row.seen = f"saved and ended within {row.figures['seconds']} s, {_repeated(job)} steps lost"
+      _expect(_repeated(job) == 0, row.seen)
+
+  def _crash(self) -> None:
+    job = self._jobs["crash"]
+    with self._row(3, "all are killed", "the same command goes on from the newest checkpoint", job.command()) as row:
+      if self.launcher.helper or self.launcher.name == "agents":
+        raise DoesNotApply("members on other hosts save the state when the supervisor dies")
+      self._train(job, 12)
+      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"), _EVENT_SECONDS)
+      self._calm(job, self.launcher.slices, 3)
+      killed, done = time.time(), len(job.steps())
+      job.kill_all()
+      saved = int(job.events("checkpoint_saved")[-1]["step"])
+      self._complete(job, 10)
+      first = next(step for step in job.steps()[done:] if float(step["wall"]) > killed)
+      _expect(int(first["step"]) > saved, f"began again with step {first['step']}, though step {saved} was saved")
+      row.figures = {"seconds": round(float(first["wall"]) - killed, 1), "steps_lost": _repeated(job)}
+      row.seen = f"the next step came after {row.figures['seconds']} s, {_repeated(job)} steps done again"
+
+  # ---- 4: the storage taken away, and damaged
+
+  def _damage(self) -> None:
+    job = self._jobs["storage"]
+    checkpoints = Path(job.directory) / "checkpoints"
+    with self._row(4, "storage away", "steps go on; saves succeed when it is back", job.command()) as row:
+      self._train(job, 3)
+      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"), _EVENT_SECONDS)
+      checkpoints.rename(checkpoints.with_name("away"))
+      checkpoints.write_text("no folder")
+      try:
+        job.wait("a save that fails", lambda: job.events("checkpoint_failed"), _EVENT_SECONDS)
+        self._calm(job, self.launcher.slices)
+      finally:
+        checkpoints.unlink()
+        checkpoints.with_name("away").rename(checkpoints)
+      saved = len(job.events("checkpoint_saved"))
+      job.wait("the next save", lambda: len(job.events("checkpoint_saved")) > saved, _EVENT_SECONDS)
+      row.seen = f"{len(job.events('checkpoint_failed'))} saves failed, then one succeeded"
+    with self._row(4, "a damaged checkpoint", "one wrong bit: refused; an older one is used", job.command()) as row:
+      self._stop_with_42(job)
+      newest = max(checkpoints.glob("[0-9]*"), key=lambda folder: int(folder.name))
+      victim = max(newest.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
+      data = bytearray(victim.read_bytes())
+      data[len(data) // 2] ^= 1
+      victim.write_bytes(data)
+      self._complete(job, 10)
+      refused = [event["step"] for event in job.events("checkpoint_rejected")]
+      _expect(int(newest.name) in refused, f"the damaged checkpoint {newest.name} was not refused")
+      row.seen = f"checkpoint {newest.name} refused, {_repeated(job)} steps done again"
+
+  # ---- the run without faults, and what is compared with it
+
+  def _undisturbed(self) -> None:
+    job, steps = self._jobs["undisturbed"], max([LOSSES, *self._last.values()])
+    with self._row(7, "a run without faults", f"{steps} steps, exit code 0", job.command(f"steps={steps}")) as row:
+      self._complete(job, steps)
+      losses = _losses(job.directory)
+      self.losses = [struct.pack(">f", losses[step]).hex() for step in range(1, LOSSES + 1)]
+      row.seen = f"loss {losses[1]:.4f} at step 1, {losses[LOSSES]:.4f} at step {LOSSES}"
+
+  def _equal(self) -> None:
+    for name in [name for name in self._last if name != "undisturbed"]:
+      ours, theirs = f"{self.out}/{name}", f"{self.out}/undisturbed"
+      is_exact = self.launcher.has_worlds or name != "kill"
+      expected = "the bits of" if is_exact else f"losses within {_OTHER_SUMS:g} (other order of sums) of"
+      command = ["trainer.tools.verify", ours, *(["--against", theirs] if is_exact else [])]
+      with self._row(3, f"bits of {name}", f"{expected} the run without faults", ["python", "-m", *command]) as row:
+        _tool("trainer.tools.verify", ours)
+        row.seen = _tool(*command)
+        if not is_exact:
+          one, other = _losses(ours), _losses(theirs)
+          gap = max(abs(one[step] / other[step] - 1) for step in one)
+          row.seen = f"the losses differ by at most {gap:.1e}"
+          _expect(gap <= _OTHER_SUMS, row.seen)
+
+  # ---- 2: the receipt of the run with a lost slice, against the documents
+
+  def _batches(self) -> None:
+    directory, n, of_batch = f"{self.out}/kill", self.launcher.slices, f"{self.out}/kill/receipt.jsonl"
+    expected = f"each part computed once, each document once in an epoch, on {n}, {n - 1}, {n} slices"
+    with self._row(2, "batches", expected, ["less", of_batch]) as row:
+      batch = int(self._jobs["kill"].events("run_start")[-1]["global_batch_size"])
+      lines = _receipt(directory)
+      numbers = _documents(directory, len(lines), batch)
+      for at in range(0, len(numbers), corpus.DOCUMENTS):
+        epoch = numbers[at : at + corpus.DOCUMENTS]
+        _expect(len(set(epoch)) == len(epoch), f"a document is twice in epoch {at // corpus.DOCUMENTS}")
+      whole = max(end for _, end in _parts(lines[1]))
+      counts: list[int] = []
+      for step in range(1, len(lines) + 1):
+        parts = _parts(lines[step])
+        complete = [first for first, _ in parts] + [whole] == [0] + [end for _, end in parts]
+        _expect(complete, f"step {step}: parts of the batch are computed twice or by nobody: {parts}")
+        wanted, seen = corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH), lines[step]["examples"]
+        _expect(seen == wanted, f"step {step}: the run has read other examples: digest {seen}, expected {wanted}")
+        alive = len(lines[step]["computed"])
+        counts += [alive] if counts[-1:] != [alive] else []
+      _expect(counts[-1] == n and (n - 1 in counts or self.launcher.restarts_all), f"slices that computed: {counts}")
+      row.seen = f"{len(lines)} steps, {len(numbers)} examples; slices that computed: {', '.join(map(str, counts))}"
+
+  # ---- 5 and 6
+
+  def _replay(self) -> None:
+    with self._row(5, "replay", "three steps computed again by another slice") as row:
+      lines = _receipt(f"{self.out}/kill")
+      first = min(int(folder.name) for folder in (self.out / "kill/checkpoints").glob("[0-9]*")) + 1
+      few = [step for step, line in lines.items() if step > first and len(line["computed"]) < self.launcher.slices]
+      first = min(few, default=first)
+      command = ["trainer.tools.verify", f"{self.out}/kill", "--replay", f"{first}:{first + 2}", "num_slices=1"]
+      row.command = " ".join(["python", "-m", *command])
+      row.seen = (
+        f"steps {first} to {first + 2}, computed by slices {', '.join(lines[first]['computed'])}: {_tool(*command)}"
+      )
+
+  def _speed(self) -> None:
+    job = self._jobs["undisturbed"]
+    with self._row(6, "speed", "figures to compare; nothing is required") as row:
+      steps, start = job.steps()[LOSSES // 2 :], job.events("run_start")[-1]
+      seconds = statistics.median(float(step["seconds"]) for step in steps)
+      figures = {"step_seconds": seconds, "tokens_per_second": start["tokens_per_step"] / seconds}
+      if computing := [max(step["slice_seconds"].values()) for step in steps if step.get("slice_seconds")]:
+        exchange = max(1e-6, seconds - statistics.median(computing))
+        figures |= {
+          "exchange_share": exchange / seconds,
+          "exchange_GB_per_second": 4e-9 * start["parameters"] / exchange,
+        }
+      if utilisation := [float(step["mfu"]) for step in steps if step.get("mfu")]:
+        figures["mfu"] = statistics.median(utilisation)
+      saved = job.events("checkpoint_saved")[-1]
+      size = sum(file.stat().st_size for file in Path(saved["path"]).rglob("*") if file.is_file())
+      figures["save_GB_per_second"] = 1e-9 * size / float(saved["seconds"])
+      row.figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
+      row.seen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.figures.items())
+
+
+def _expect(holds: bool, otherwise: str) -> None:
+  if not holds:
+    raise NotSeen(otherwise)
+
+
+def _repeated(job: Job) -> int:
+  """Completed steps that the run has done again."""
+  return len(job.steps()) - len({step["step"] for step in job.steps()})
+
+
+def _losses(directory: str) -> dict[int, float]:
+  return {int(line["step"]): float(line["loss"]) for line in read_metrics(directory) if "loss" in line}
+
+
+def _tool(*arguments: str) -> str:
+  """The last line that a tool of the trainer prints. Raises NotSeen unless it ends with 0."""
+  command = [sys.executable, "-m", *arguments]
+  done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_START_SECONDS)
+  lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+  _expect(done.returncode == 0, f"{arguments[0]} ends with {done.returncode}: {' / '.join(lines[-3:])}")
+  return lines[-1]
+
+
+def _receipt(directory: str) -> dict[int, Line]:
+  return {line["step"]: line for line in files.read_json_lines(directory, "receipt.jsonl") if "step" in line}
+
+
+def _parts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
+  """The ranges [first, end) that the slices have computed, in their order."""
+  return sorted((first, end) for ranges in line["computed"].values() for first, end in ranges)
+
+
+def _documents(directory: str, steps: int, batch: int) -> list[int]:
+  """The numbers of the documents of these steps, in the order of the run's own data."""
+  config = yaml.safe_load(Path(directory, "config.yml").read_text())
+  options = DataOptions(**{name: config[name] for name in DataOptions.model_fields if name in config})
+  loader = make_loader(options, vocab_size=int(config["vocab_size"]), global_batch_size=batch, split="train")
+  with contextlib.closing(loader):
+    return [corpus.number_of(tokens) for step in range(steps) for tokens in loader.batch(step).tokens]

@@ -95,6 +95,7 @@ def test_two_cards_are_compared(card, tmp_path, capsys):
     (["--launcher", "command", "new"], "belongs to --launcher command"),
     (["--listen", "a:1", "new"], "only agents and slurm need it"),
     (["new", "steps=4"], "steps=4: accept sets this key"),
+    (["new", "--only", "kill,all"], "--only all: is no part"),
     (["gs://bucket/new"], "is no new local folder"),
     (["--check", "missing.yml", "missing.yml"], "missing.yml: cannot be read"),
   ],

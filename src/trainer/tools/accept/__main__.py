@@ -18,7 +18,7 @@ from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.tools.accept import card as card_lib
 from trainer.tools.accept import launchers
-from trainer.tools.accept.rows import Acceptance
+from trainer.tools.accept.rows import PARTS, Acceptance
 from trainer.tools.ends import exit_code
 
 _OF_ACCEPT = "base_output_directory run_name steps grain_train_files num_slices cluster fault_injection".split()
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--command", default="", help="command: what stands before CONFIG.yml key=value")
   parser.add_argument("--kill", default="", metavar="COMMAND", help="kills one slice, where accept cannot")
   parser.add_argument("--budget", type=float, default=15.0, metavar="MINUTES", help="no row begins later (default: 15)")
+  parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help="only these of %(default)s")
   parser.add_argument("--check", metavar="CARD", help="reads a card again, and compares it with the card OUT")
   options = parser.parse_intermixed_args(argv)
   return exit_code(lambda: _check(options) if options.check else _accept(options))
@@ -51,13 +52,16 @@ def _accept(options: argparse.Namespace) -> int:
   out = Path(options.out).absolute()
   if "://" in options.out or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
     raise ConfigError(f"{options.out}: is no new local folder.\nGive a folder that is not there, or is empty.")
+  if unknown := set(parts := options.only.split(",")) - set(PARTS):
+    raise ConfigError(f"--only {min(unknown)}: is no part.\nChoose among {', '.join(PARTS)}.")
   launcher = launchers.of_options(options)
   out.mkdir(parents=True, exist_ok=True)
   begun = time.monotonic()
   found = Acceptance(launcher, out, options.keys, options.budget)
-  found.play()
+  found.play(parts)
   card = card_lib.made(found, (time.monotonic() - begun) / 60)
-  card["rows"].append(asdict(card_lib.compared(card, card_lib.read(str(card_lib.REFERENCE)))))
+  if "undisturbed" in parts:
+    card["rows"].append(asdict(card_lib.compared(card, card_lib.read(str(card_lib.REFERENCE)))))
   files.write_text(str(out), "card.yml", yaml.safe_dump(card, sort_keys=False, width=120))
   files.write_text(str(out), "card.html", card_lib.page(card))
   print(f"{'All rows hold' if card_lib.holds(card) else 'NOT ALL ROWS HOLD'}: {out}/card.yml, card.html", flush=True)

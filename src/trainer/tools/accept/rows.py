@@ -28,6 +28,7 @@ from trainer.tools.accept import corpus
 from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
 
 LOSSES = 100  # steps of row 7
+PARTS = ("storage", "kill", "stop", "crash", "damage", "undisturbed", "batches", "equal", "replay", "speed")
 _BATCH, _LENGTH = 12, 128  # B and T of the runs
 _CLOCK_SECONDS = 2.0
 _EVENT_SECONDS, _START_SECONDS = 180.0, 900.0  # limits: for an event of a run that computes; for a first step, an end
@@ -63,7 +64,7 @@ class Acceptance:
     self._deadline = time.monotonic() + 60 * minutes
     self._last: dict[str, int] = {}  # {complete run: its last step}
     data = f"grain_train_files={corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
-    names = ("kill", "stop", "crash", "storage", "undisturbed")
+    names = ("kill", "stop", "crash", "damage", "undisturbed")
     rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
     self._jobs = {
       name: Job(
@@ -76,14 +77,13 @@ class Acceptance:
       for name in names
     }
 
-  def play(self) -> None:
-    """Fills all rows. At its end no process of a run is left."""
-    plays = (self._storage, self._kill, self._stop, self._crash, self._damage, self._undisturbed, self._batches)
+  def play(self, parts: Sequence[str] = PARTS) -> None:
+    """Fills the rows of these parts, in the order of PARTS. At its end no process of a run is left."""
     for number in (signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-      for play in (*plays, self._equal, self._replay, self._speed):
-        play()
+      for part in (part for part in PARTS if part in parts):
+        getattr(self, f"_{part}")()
     finally:
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a second one would leave processes
@@ -236,7 +236,7 @@ class Acceptance:
   # ---- 4: the storage taken away, and damaged
 
   def _damage(self) -> None:
-    job = self._jobs["storage"]
+    job = self._jobs["damage"]
     checkpoints = Path(job.directory) / "checkpoints"
     with self._row(4, "storage away", "steps go on; saves succeed when it is back", job.command()) as row:
       self._train(job, 3)

@@ -111,7 +111,7 @@ def read(file: str) -> Card:
 
 def page(card: Card) -> str:
   """The card as HTML for one sheet."""
-  headings = ("", "what", "expected", "seen", "state")
+  headings = ("row", "what", "expected", "seen", "state")
   rows = [(str(row["row"]), row["name"], row["expected"], row["seen"], _STATES[row["holds"]]) for row in card["rows"]]
   facts = {name: card[name] for name in ("date", "commit", "launcher", "slices", "minutes")}
   facts |= {**card["machine"], "keys": " ".join(card["keys"]), "jax": card["versions"].get("jax")}

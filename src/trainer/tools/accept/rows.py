@@ -251,7 +251,7 @@ class Acceptance:
         checkpoints.with_name("away").rename(checkpoints)
       saved = len(job.events("checkpoint_saved"))
       job.wait("the next save", lambda: len(job.events("checkpoint_saved")) > saved, _EVENT_SECONDS)
-      row.seen = f"{len(job.events('checkpoint_failed'))} saves failed, then one succeeded"
+      row.seen = f"saves failed: {len(job.events('checkpoint_failed'))}; then one succeeded"
     with self._row(4, "a damaged checkpoint", "one wrong bit: refused; an older one is used", job.command()) as row:
       self._stop_with_42(job)
       newest = max(checkpoints.glob("[0-9]*"), key=lambda folder: int(folder.name))

@@ -69,7 +69,7 @@ def test_a_card_has_no_names_of_hosts_people_addresses_or_folders(card, tmp_path
 def test_two_cards_are_compared(card, tmp_path, capsys):
   other = copy.deepcopy(card)
   assert card_lib.compared(card, other).holds
-  other["losses"][41] = struct.pack(">f", 4.5899).hex()
+  other["losses"][41] = struct.pack(">f", 4.59001).hex()
   wrong = card_lib.compared(card, other)
   assert wrong.holds is False and "first at step 42" in wrong.seen
   other["machine"]["cpu"] = "another"

@@ -3,6 +3,8 @@
 It trains a small model with the command of the launcher, kills a slice, stops and restarts runs, takes the storage
 away, and compares every run with one without faults. OUT gets card.yml, card.html and the folders of the runs. --check
 reads a card again, and compares it with another one. docs/accept.md has the lines to type for each launcher.
+
+Exit code 0: all rows hold that apply; 1: one does not; 2: wrong input.
 """
 
 from __future__ import annotations
@@ -14,23 +16,18 @@ from pathlib import Path
 
 import yaml
 
+from trainer import commands
 from trainer.config.errors import ConfigError
 from trainer.observe import files, screen
 from trainer.tools.accept import card as card_lib
 from trainer.tools.accept import launchers
 from trainer.tools.accept.rows import PARTS, Acceptance
-from trainer.tools.ends import exit_code
 
 _OF_ACCEPT = "base_output_directory run_name steps grain_train_files num_slices cluster fault_injection".split()
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Returns the exit code: 0 if all rows hold that apply, 1 if one does not, 2 for wrong input."""
-  parser = argparse.ArgumentParser(
-    prog="python -m trainer.tools.accept",
-    description=f"{(__doc__ or '').split(': ', 1)[1]}\nExit code 0: all rows hold; 1: one does not; 2: wrong input.",
-    formatter_class=argparse.RawDescriptionHelpFormatter,
-  )
+  parser = commands.parser(__doc__ or "")
   parser.add_argument("out", metavar="OUT", help="a new folder, which all hosts reach; with --check a second card")
   parser.add_argument("keys", nargs="*", metavar="key=value", help="of every run, such as dtype=bfloat16")
   parser.add_argument("--launcher", choices=launchers.NAMES, default="local", help="starts the slices (default: local)")
@@ -41,19 +38,18 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument("--budget", type=float, default=15.0, metavar="MINUTES", help="no row begins later (default: 15)")
   parser.add_argument("--only", default=",".join(PARTS), metavar="PARTS", help="only these of %(default)s")
   parser.add_argument("--check", metavar="CARD", help="reads a card again, and compares it with the card OUT")
-  options = parser.parse_intermixed_args(argv)
-  return exit_code(lambda: _check(options) if options.check else _accept(options))
+  return commands.main(parser, lambda options: _check(options) if options.check else _accept(options), argv)
 
 
 def _accept(options: argparse.Namespace) -> int:
   wrong = [key for key in options.keys if "=" not in key or key.partition("=")[0] in _OF_ACCEPT]
   if wrong:
     raise ConfigError(f"{wrong[0]}: accept sets this key, or it is no key=value.\nRemove it.")
+  if unknown := set(parts := options.only.split(",")) - set(PARTS):
+    raise ConfigError(f"--only {min(unknown)}: is no part.\nChoose among {', '.join(PARTS)}.")
   out = Path(options.out).absolute()
   if "://" in options.out or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
     raise ConfigError(f"{options.out}: is no new local folder.\nGive a folder that is not there, or is empty.")
-  if unknown := set(parts := options.only.split(",")) - set(PARTS):
-    raise ConfigError(f"--only {min(unknown)}: is no part.\nChoose among {', '.join(PARTS)}.")
   launcher = launchers.of_options(options)
   out.mkdir(parents=True, exist_ok=True)
   begun = time.monotonic()
@@ -69,11 +65,9 @@ def _accept(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-  card = card_lib.read(options.check)
-  other = card_lib.read(options.out)
+  card, other = card_lib.read(options.check), card_lib.read(options.out)
   row = card_lib.compared(card, other)
-  print(f"{row.name}: expected {row.expected}; {row.seen}")
-  print("\n".join(card_lib.differences(card, other)))
+  print(f"{row.name}: expected {row.expected}; {row.seen}", *card_lib.differences(card, other), sep="\n")
   return 0 if card_lib.holds(card) and row.holds is not False else 1
 
 

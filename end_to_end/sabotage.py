@@ -1,0 +1,62 @@
+"""Sabotages the trainer in the ways of sabotages.yml, and shows that the right row of `trainer.tools.accept` fails.
+
+  python -m end_to_end.sabotage [NAME ...]
+
+Each sabotage changes one text of a copy of src, and plays only the parts of accept that its row needs. Prints a line
+for each; exits with 1 if one is not caught by its row. A sabotage takes about a minute on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+from tests.support.command import ROOT
+
+SECONDS = 1800.0
+
+
+def caught(name: str, sabotage: Mapping[str, str], folder: Path) -> str:
+  """Plays a sabotaged trainer. Returns "" if its row does not hold, else what was seen."""
+  copy, out = folder / "src", folder / "out"
+  shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
+  file = copy / (sabotage["file"] or "sitecustomize.py")
+  text = file.read_text() if sabotage["file"] else ""
+  assert sabotage["old"] in text, f"{name}: {sabotage['file']} has no {sabotage['old']!r} any more"
+  file.write_text(text.replace(sabotage["old"], sabotage["new"]) if text else sabotage["new"])
+  command = [sys.executable, "-m", "trainer.tools.accept", "--budget", "30", "--only", sabotage["parts"], str(out)]
+  environment = {**os.environ, "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"}
+  with (folder / "log").open("wb") as log:
+    code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=SECONDS).returncode
+  rows = yaml.safe_load((out / "card.yml").read_text())["rows"] if (out / "card.yml").exists() else []
+  if code == 1 and any(row["holds"] is False and row["name"].startswith(sabotage["row"]) for row in rows):
+    return ""
+  return f"exit code {code}: {(folder / 'log').read_text()[-1000:]}"
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument("names", nargs="*", metavar="NAME", help="only sabotages whose name has one of these texts")
+  names = parser.parse_args().names or [""]
+  signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
+  sabotages = yaml.safe_load(Path(__file__).with_name("sabotages.yml").read_text())
+  missed = 0
+  for name, sabotage in sabotages.items():
+    if any(text in name for text in names):
+      with tempfile.TemporaryDirectory(prefix="sabotage-") as folder:
+        seen = caught(name, sabotage, Path(folder))
+      missed += bool(seen)
+      print(f"{name}: {f'NOT CAUGHT: {seen}' if seen else 'caught'}", flush=True)
+  return int(missed > 0)
+
+
+if __name__ == "__main__":
+  sys.exit(main())

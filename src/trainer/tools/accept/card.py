@@ -125,7 +125,12 @@ def _likeness(card: Card) -> list[Any]:
   """What decides the bits of a run."""
   machine, versions = card["machine"], card["versions"]
   names = ("cpu", "platform", "device_kind", "devices")
-  return [card["slices"], card["launcher"] == "pathways", *(machine.get(name) for name in names), *(versions.get(name) for name in ("jax", "jaxlib"))]
+  return [
+    card["slices"],
+    card["launcher"] == "pathways",
+    *(machine.get(name) for name in names),
+    *(versions.get(name) for name in ("jax", "jaxlib")),
+  ]
 
 
 def _number(loss: str) -> float:

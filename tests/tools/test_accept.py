@@ -17,7 +17,7 @@ from input_pipeline.options import DataOptions
 from trainer.tools.accept import card as card_lib
 from trainer.tools.accept import corpus, launchers
 from trainer.tools.accept.__main__ import main
-from trainer.tools.accept.rows import LOSSES, Row
+from trainer.tools.accept.rows import LOSSES, CardRow
 
 LENGTH = 32
 
@@ -45,7 +45,9 @@ def test_the_digests_of_batches_are_those_of_the_loader_and_each_document_is_in_
 
 @pytest.fixture
 def card(tmp_path):
-  rows = [Row(3, "kill -9 of a slice", "goes on", f"/home/me/{socket.gethostname()} 10.1.2.3:77 gs://b/x", "c", True)]
+  rows = [
+    CardRow(3, "kill -9 of a slice", "goes on", f"/home/me/{socket.gethostname()} 10.1.2.3:77 gs://b/x", "c", True)
+  ]
   found = SimpleNamespace(
     launcher=launchers.Launcher("local", 3, ["run"]),
     out=tmp_path,
@@ -91,7 +93,7 @@ def test_two_cards_are_compared(card, tmp_path, capsys):
   ("arguments", "said"),
   [
     (["--slices", "1", "new"], "--slices 1: a lost slice needs another one"),
-    (["--launcher", "slurm", "--listen", "a:1", "new"], "TRAINER_TOKEN: the agents need it"),
+    (["--launcher", "slurm", "--listen", "a:1", "new"], "TRAINER_TOKEN: agents need it"),
     (["--launcher", "command", "new"], "belongs to --launcher command"),
     (["--listen", "a:1", "new"], "only agents and slurm need it"),
     (["new", "steps=4"], "steps=4: accept sets this key"),
@@ -115,4 +117,4 @@ def test_a_card_is_read_again_or_refused(card, tmp_path, capsys):
     assert main(["--check", str(file), str(file)]) == 2
     assert str(file) in capsys.readouterr().err
   file.write_text(yaml.safe_dump(card))
-  assert asdict(Row(**card_lib.read(str(file))["rows"][0])) == card["rows"][0]
+  assert asdict(CardRow(**card_lib.read(str(file))["rows"][0])) == card["rows"][0]

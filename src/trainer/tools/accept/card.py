@@ -20,7 +20,7 @@ import yaml
 from trainer.config.errors import ConfigError
 from trainer.observe import environment
 from trainer.report import markup
-from trainer.tools.accept.rows import LOSSES, Acceptance, Row
+from trainer.tools.accept.rows import LOSSES, Acceptance, CardRow
 
 FORMAT = 1
 REFERENCE = Path(__file__).with_name("reference.yml")
@@ -57,23 +57,20 @@ def holds(card: Card) -> bool:
   return bool(card["rows"]) and all(row["holds"] is not False for row in card["rows"])
 
 
-def compared(card: Card, other: Card) -> Row:
-  """Row 7: the losses of a card against those of another one."""
+def compared(card: Card, other: Card) -> CardRow:
+  """CardRow 7: the losses of a card against those of another one."""
   same = _likeness(card) == _likeness(other)
   limit = TOLERANCE.get(str(card["machine"].get("platform")), ACCELERATORS)
   expected = "equal bits" if same else f"within {limit:g}: other devices, versions or slices"
-  row = Row(7, f"losses of {LOSSES} steps", expected)
-  ours, theirs = card["losses"], other["losses"]
+  name, ours, theirs = f"losses of {LOSSES} steps", card["losses"], other["losses"]
   if card["keys"]:
-    row.holds, row.seen = None, f"the card has other keys: {' '.join(card['keys'])}"
-  elif len(ours) != LOSSES or len(theirs) != LOSSES:
-    row.seen = f"{len(ours)} and {len(theirs)} losses"
-  else:
-    first = next((step for step, (a, b) in enumerate(zip(ours, theirs), 1) if a != b), 0)
-    gap = max(abs(a - b) / abs(b) for a, b in zip(map(_number, ours), map(_number, theirs)))
-    row.seen = f"the losses differ first at step {first}, by at most {gap:.1e}" if first else "equal bits"
-    row.holds = not first if same else gap <= limit
-  return row
+    return CardRow(7, name, expected, f"the card has other keys: {' '.join(card['keys'])}", holds=None)
+  if len(ours) != LOSSES or len(theirs) != LOSSES:
+    return CardRow(7, name, expected, f"{len(ours)} and {len(theirs)} losses")
+  first = next((step for step, (a, b) in enumerate(zip(ours, theirs), 1) if a != b), 0)
+  gap = max(abs(a - b) / abs(b) for a, b in zip(map(_number, ours), map(_number, theirs)))
+  seen = f"the losses differ first at step {first}, by at most {gap:.1e}" if first else "equal bits"
+  return CardRow(7, name, expected, seen, holds=not first if same else gap <= limit)
 
 
 def differences(card: Card, other: Card) -> list[str]:
@@ -101,7 +98,7 @@ def read(file: str) -> Card:
   missing = [name for name in needed if not isinstance(card, dict) or name not in card]
   if missing or card["format"] != FORMAT:
     raise ConfigError(f"{file}: is no card of format {FORMAT}: it lacks {', '.join(missing) or 'the format'}.")
-  names = set(Row.__dataclass_fields__)
+  names = set(CardRow.__dataclass_fields__)
   if wrong := [row for row in card["rows"] if not isinstance(row, dict) or set(row) != names]:
     raise ConfigError(f"{file}: a row is not as accept writes rows: {wrong[0]}.")
   try:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer import cluster
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.metrics import METRICS_FILE
@@ -68,10 +69,10 @@ class Launcher:
 
 def of_options(options: argparse.Namespace) -> Launcher:
   """Raises ConfigError if the launcher cannot be used here."""
-  name, slices = options.launcher, options.slices
+  name, slices, environment = options.launcher, options.slices, cluster.inherited_environment()
   of_agents = name in ("agents", "slurm")
   module = {"torchrun": "torch", "ray": "ray"}.get(name)
-  in_slurm = shutil.which("srun") and os.environ.get("SLURM_JOB_ID")
+  in_slurm = shutil.which("srun") and environment.get("SLURM_JOB_ID")
   rules = (
     (slices >= 2, f"--slices {slices}: a lost slice needs another one that goes on.\nGive at least 2."),
     (
@@ -79,7 +80,10 @@ def of_options(options: argparse.Namespace) -> Launcher:
       "--listen: only agents and slurm need it.\nGive HOST:PORT, or remove it.",
     ),
     ((name == "command") == bool(options.command), "--command: belongs to --launcher command.\nGive both, or neither."),
-    (not of_agents or os.environ.get("TRAINER_TOKEN"), "TRAINER_TOKEN: the agents need it.\nSet it here and for them."),
+    (
+      not of_agents or environment.get("TRAINER_TOKEN"),
+      "TRAINER_TOKEN: agents need it.\nSet it here and for them.",
+    ),
     (not module or importlib.util.find_spec(module), f"--launcher {name}: this Python lacks {module}.\nInstall it."),
     (name != "slurm" or in_slurm, "--launcher slurm: this is no Slurm job.\nStart accept inside salloc or sbatch."),
   )
@@ -90,7 +94,7 @@ def of_options(options: argparse.Namespace) -> Launcher:
   command, helper = ([words.get(word, word) for word in text.split()] for text in (_COMMANDS[name], _SRUN))
   keys = [f"num_slices={slices}"] if name in ("torchrun", "command") else []
   if name == "pathways":
-    is_real = os.environ.get("JAX_PLATFORMS") == "proxy"
+    is_real = environment.get("JAX_PLATFORMS") == "proxy"
     keys = ["cluster=pathways", "enable_single_controller=true" if is_real else f"cluster_standin={slices}x1"]
   command = command or shlex.split(options.command)
   return Launcher(name, slices, command, keys, helper if name == "slurm" else (), options.kill)

@@ -41,7 +41,7 @@ class DoesNotApply(Exception):
 
 
 @dataclass
-class Row:
+class CardRow:
   """holds: None where the row does not apply here; `seen` says why. command: repeats what the row shows."""
 
   row: int
@@ -58,7 +58,7 @@ class Acceptance:
 
   def __init__(self, launcher: Launcher, out: Path, keys: Sequence[str], minutes: float) -> None:
     self.launcher, self.out, self.keys = launcher, out, list(keys)
-    self.rows: list[Row] = []
+    self.rows: list[CardRow] = []
     self.losses: list[str] = []
     self.machine: dict[str, Any] = {}
     self._deadline = time.monotonic() + 60 * minutes
@@ -91,9 +91,9 @@ class Acceptance:
         job.kill_all()
 
   @contextlib.contextmanager
-  def _row(self, number: int, name: str, expected: str, command: Sequence[str] = ()) -> Iterator[Row]:
+  def _row(self, number: int, name: str, expected: str, command: Sequence[str] = ()) -> Iterator[CardRow]:
     """A row whose block says what was seen. A block that raises does not hold, and hides no other row."""
-    row = Row(number, name, expected, command=" ".join(command))
+    row = CardRow(number, name, expected, command=" ".join(command))
     try:
       _expect(time.monotonic() < self._deadline, "not tried: the time is over. Give a larger --budget")
       yield row

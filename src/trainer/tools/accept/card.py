@@ -115,7 +115,8 @@ def page(card: Card) -> str:
   facts = {name: card[name] for name in ("date", "commit", "launcher", "slices", "minutes")}
   facts |= {**card["machine"], "keys": " ".join(card["keys"]), "jax": card["versions"].get("jax")}
   title = f"Acceptance: {'all rows hold' if holds(card) else 'NOT ALL ROWS HOLD'}"
-  return markup.page(title, f"<h1>{title}</h1>{markup.facts(facts)}{markup.table(headings, rows)}")
+  macros = markup.macros()
+  return markup.page(title, f"<h1>{title}</h1>{macros.facts(facts)}{macros.table(headings, rows)}")
 
 
 def _likeness(card: Card) -> list[Any]:

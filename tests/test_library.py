@@ -30,7 +30,6 @@ from tests.support.elastic_harness import cached_in
 from tests.support.wheel import build_once, run_in
 
 import trainer
-from input_pipeline.loader import loader_of
 from trainer.checkpoint.errors import ConfigMismatch
 from trainer.program import optimizers
 
@@ -245,7 +244,8 @@ def test_an_optimizer_or_a_schedule_that_no_step_can_have_is_refused(given, mess
   ("call", "message"),
   [
     (lambda: trainer.Run("my.yml"), r"Write trainer.Run\(trainer.load\('my.yml'\)\)"),
-    (lambda: trainer.Run(trainer.load(TINY[0]), source=Source), "Give an object of a class like trainer.Source"),
+    (lambda: trainer.Run(trainer.load(TINY[0]), source=list), "is not read by index.\nGive a grain.MapDataset"),
+    (lambda: trainer.Run(trainer.load(TINY[0]), source=iter("a")), "is an iterator: it has a state"),
     (
       lambda: trainer.Run(trainer.load(TINY[0])).train(print),
       r"takes a list of functions.\nWrite run.train\(\[print\]\)",
@@ -259,40 +259,8 @@ def test_a_wrong_call_says_what_is_wanted(call, message):
     call()
 
 
-class Source(trainer.Source):
-  name = "mine"
-
-  def __init__(self, example):
-    self._example = example
-
-  def example(self, index):
-    return self._example
-
-  def fingerprint(self):
-    return "1"
-
-
-def example(length=16, highest=9, dtype=np.int32):
-  tokens = np.full(length, highest, dtype)
-  ones = np.ones(length, np.int32)
-  return trainer.Example(tokens, tokens, ones.astype(np.float32), np.arange(length, dtype=np.int32), ones)
-
-
-@pytest.mark.parametrize(
-  ("given", "message"),
-  [
-    (example(length=17), r"tokens of an example has shape \(17,\).* Give int32 of shape \(16,\)"),
-    (example(dtype=np.int64), "type int64. Give int32"),
-    (example(highest=32000), "tokens of batch 0 are 32000 to 32000. Give ids below vocab_size=32000"),
-  ],
-)
-def test_a_source_with_wrong_examples_is_refused(config, given, message):
-  with pytest.raises(trainer.ConfigError, match=message):
-    loader_of(config.data, Source(given), vocab_size=32000, global_batch_size=2)
-
-
 def test_a_source_of_ones_own_is_trained_on(config):
-  source = Source(example())
+  source = [{"inputs": [9] * 16, "targets": [9] * 16}]
   losses = []
   assert trainer.Run(config, source).train([lambda record: losses.append(record.loss)])
   assert len(losses) == 3 and losses[2] < losses[0]

@@ -5,9 +5,10 @@
 Writes documents of token ids (lognormal lengths, median 400) as ArrayRecord, Parquet and JSONL, and as windows that
 trainer.tools.tokenize has packed. Prints examples and MB of tokens per CPU second, so that other work of the machine
 matters little: of the preparation, and of reading shuffled examples of --length tokens. "grain, records" reads shuffled
-records without packing. "grain, first fit" reads, shuffles, and packs by first fit, as the grain pipeline of MaxText
-does. Each line is the best of three rounds, in turn. Then one source of short examples gives --draws examples, and the
-memory of the process is printed after 1, 5, 10, 20, 50 and 100 % of them.
+records without packing. "MapDataset of examples" gives the same records to a loader as a dataset in Python, read by
+grain. "grain, first fit" reads, shuffles, and packs by first fit, as the grain pipeline of MaxText does. Each line is
+the best of three rounds, in turn. Then one source of short examples gives --draws examples, and the memory of the
+process is printed after 1, 5, 10, 20, 50 and 100 % of them.
 """
 
 from __future__ import annotations
@@ -93,6 +94,19 @@ def of_grain(folder: Path, length: int, examples: int, pack: bool) -> Iterator[i
     yield int((next(batches)["tokens_segment_ids"] > 0).sum())
 
 
+def of_map_dataset(folder: Path, length: int) -> Loader:
+  """The first T + 1 tokens of each record as an example of a MapDataset, shuffled by grain."""
+
+  def example(record: bytes) -> dict[str, np.ndarray]:
+    tokens = np.frombuffer(record, "<u2")[: length + 1]
+    return {"tokens": tokens[:-1], "targets": tokens[1:]}
+
+  source = grain.sources.ArrayRecordDataSource([str(folder / "data.array_record")])
+  dataset = grain.MapDataset.source(source).map(example).shuffle(seed=0)
+  cfg = section(folder, "", "arrayrecord", length, "none")
+  return make_loader(cfg, vocab_size=VOCAB, global_batch_size=BATCH, split="train", dataset=dataset)
+
+
 def speeds(readers: dict[str, Callable[[], Iterator[int]]], examples: int) -> None:
   """Prints examples and MB of tokens (2 bytes each) per CPU second of each reader."""
   best = dict.fromkeys(readers, (0.0, 0.0))
@@ -152,6 +166,8 @@ def main() -> None:
     write_windows(folder, args.length)
     windows = opened(section(folder, "windows", "arrayrecord_windows", args.length, "none"))
     readers["arrayrecord_windows, best_fit"] = lambda: of_loader(windows, args.examples)
+    mapped = of_map_dataset(folder, args.length)
+    readers["MapDataset of examples"] = lambda: of_loader(mapped, args.examples)
     readers["grain, records"] = lambda: of_grain(folder, args.length, args.examples, False)
     readers["grain, first fit"] = lambda: of_grain(folder, args.length, args.examples, True)
     speeds(readers, args.examples)

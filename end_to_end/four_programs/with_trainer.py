@@ -13,24 +13,6 @@ import trainer
 from trainer.weights import hf_config
 
 
-class Tokens(trainer.Source):
-  """The rows of tokens.npy, in their order."""
-
-  name = "tokens.npy"
-
-  def __init__(self, folder: Path) -> None:
-    self._tokens = np.load(folder / "tokens.npy")
-
-  def example(self, index: int) -> trainer.Example:
-    row = self._tokens[index % len(self._tokens)]
-    positions = np.arange(len(row) - 1, dtype=np.int32)
-    ones = np.ones_like(positions)
-    return trainer.Example(row[:-1], row[1:], ones.astype(np.float32), positions, ones)
-
-  def fingerprint(self) -> str:
-    return "tokens.npy"
-
-
 def main(folder: Path) -> None:
   """Leaves trainer/curve.csv and trainer/model in `folder`."""
   work = common.read(folder)
@@ -62,7 +44,8 @@ def main(folder: Path) -> None:
     devices_per_slice=1,
     num_slices=1,
   )
-  run, curve = trainer.Run(config, source=Tokens(folder)), []
+  rows = [{"tokens": row[:-1], "targets": row[1:]} for row in np.load(folder / "tokens.npy")]
+  run, curve = trainer.Run(config, source=rows), []
   assert run.train([lambda record: curve.append((record.loss, record.grad_norm))]), "the run did not complete"
   common.write_curve(folder / "trainer" / "curve.csv", curve)
   trainer.export_run(run.directory, str(folder / "trainer" / "model"))

@@ -1,9 +1,10 @@
 """Reads data through random histories of a run whose resumes change all that may change, and follows every example.
 
-A history has 1 to 8 sources (one of them has conversations) with weights that change, limits of epochs and bad records,
-slices that are lost and return, hosts that share the rows of each step, and resumes, also of resumes and at the same
-step. A resume may change the size of the batch, the weights, the sources (also one source alone, without a mixture),
-the packing, the length of an example and the seed.
+A history has 1 to 9 sources (one of them has conversations; two are datasets in Python: a grain.MapDataset of documents
+with masks, with elements that are None or cannot be read, and a shuffled MapDataset of examples) with weights that
+change, limits of epochs and bad records, slices that are lost and return, hosts that share the rows of each step, and
+resumes, also of resumes and at the same step. A resume may change the size of the batch, the weights, the sources (also
+one source alone, without a mixture), the packing, the length of an example and the seed.
 
 The examples of each source must be those of the source alone, in its order: none is lost, and none is repeated before
 the next epoch of its source. Each share of a mixture has an error below one example since the last change. The cursor
@@ -24,6 +25,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grain
 import numpy as np
 from end_to_end.histories.__main__ import Play, Played
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -38,10 +40,11 @@ from trainer.run import run_data
 
 BATCH = 25  # histories of a seed: the first ones of hypothesis are simple
 ROWS = 3  # of a slice
-VOCAB = 900_001  # the tokens of source k begin with 100,000 k
-DOCUMENTS = (1000, 200, 30, 60, 90, 45, 120, 75)
-BAD = (0, 2, 1, 0, 3, 0, 1, 2)  # bad records of each source
+VOCAB = 1_000_001  # the tokens of source k begin with 100,000 k
+DOCUMENTS = (1000, 200, 30, 60, 90, 45, 120, 80, 70, 75)
+BAD = (0, 2, 1, 0, 3, 0, 1, 2, 0, 2)  # bad records of each source
 NAMES = tuple(f"s{number}" for number in range(len(DOCUMENTS)))
+IN_PYTHON = {"s7": "documents", "s8": "examples"}
 
 
 class Data(NamedTuple):
@@ -71,9 +74,32 @@ class History(NamedTuple):
   processes: list[Process]
 
 
+def documents() -> grain.MapDataset:
+  """Token ids with masks: 80 documents, two of which cannot be read, and None between them."""
+
+  def pair(n: int) -> tuple[list[int], list[int]] | None:
+    if n in (11, 50):
+      raise OSError("bad")
+    ids = [800_000 + 20 * n + place for place in range(1 + n * 7 % 19)]
+    return None if n % 9 == 4 else (ids, [place % 2 for place in range(len(ids))])
+
+  return grain.MapDataset.range(DOCUMENTS[7]).map(pair)
+
+
+def examples() -> grain.MapDataset:
+  """70 examples of 1 to 5 tokens, in another order in each epoch."""
+
+  def example(n: int) -> dict[str, np.ndarray]:
+    tokens = 900_000 + 20 * n + np.arange(1 + n % 5)
+    return {"inputs": tokens, "targets": tokens + 1}
+
+  return grain.MapDataset.range(DOCUMENTS[8]).map(example).shuffle(seed=5)
+
+
 @st.composite
 def mixtures(draw: Any) -> dict[str, dict[str, Any]]:
   names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=8, unique=True))
+  names += sorted({draw(st.sampled_from([*IN_PYTHON, names[0]]))} - {*names})
   changes = st.dictionaries(st.integers(1, 20), st.integers(0, 9), max_size=draw(st.sampled_from([0, 2])))
   sources: dict[str, dict[str, Any]] = {name: {"weight": str(draw(st.integers(1, 9)))} for name in names}
   for name in names[1:]:  # the first source always has a weight and no limit
@@ -109,11 +135,9 @@ def histories(draw: Any) -> History:
 
 def write_sources(folder: Path) -> None:
   """Writes the documents of each source, of 1 to 19 tokens. Every token occurs once. Bad lines lie among them."""
-  for number, (documents, bad) in enumerate(zip(DOCUMENTS, BAD, strict=True)):
+  for number, (count, bad) in enumerate(zip(DOCUMENTS, BAD, strict=True)):
     first = 100_000 * (number + 1)
-    lines = [
-      json.dumps({"text": [first + 20 * n + place for place in range(1 + n * 7 % 19)]}) for n in range(documents)
-    ]
+    lines = [json.dumps({"text": [first + 20 * n + place for place in range(1 + n * 7 % 19)]}) for n in range(count)]
     for place in range(bad):
       lines.insert(11 * place + 5, ('{"text": "cut', '{"text": [1, -1]}', '{"other": 1}')[place])
     (folder / f"{NAMES[number]}.jsonl").write_text("\n".join(lines))
@@ -128,12 +152,15 @@ def write_sources(folder: Path) -> None:
 def configured(folder: Path, data: Data, allowed: str = "") -> Config:
   """The configuration of a run with these data and allow_config_change=`allowed`."""
   path = folder / "mixture.yml"
-  entries = {name: entry | {"path": f"{folder}/{name}.jsonl"} for name, entry in data.sources.items()}
-  path.write_text(json.dumps(entries))
-  files = next(iter(entries.values()))["path"] if data.alone else ""
+  place = lambda name: (
+    {"grain_dataset": f"{__name__}:{IN_PYTHON[name]}"}
+    if name in IN_PYTHON
+    else {"grain_train_files": f"{folder}/{name}.jsonl", "grain_file_type": "jsonl"}
+  )
+  path.write_text(json.dumps({name: entry | place(name) for name, entry in data.sources.items()}))
+  source = place(next(iter(data.sources))) if data.alone else {"grain_train_mixture_config_path": str(path)}
   section = DataSection(
-    dataset_type="grain", grain_file_type="jsonl", packing=data.packing, max_target_length=data.length,
-    grain_train_files=files, grain_train_mixture_config_path="" if data.alone else str(path),
+    dataset_type="grain", packing=data.packing, max_target_length=data.length, **source,
     tokenizer_type="bpe", tokenizer_path=str(folder), data_shuffle_seed=data.seed,
     dataset_cache_directory=str(folder / "cache"), max_bad_records=max(BAD),
   )  # fmt: skip
@@ -244,6 +271,8 @@ class Follower:
     assert cursor["bad_records"] == sum(BAD[NAMES.index(name)] for name in self._names)
 
   def _key(self, name: str) -> tuple[Any, ...]:
+    if IN_PYTHON.get(name) == "examples":  # they are not packed, and have their own order
+      return name, "none", self._data.length, 0
     return name, self._data.packing, self._data.length, self._data.seed
 
   def _alone(self, name: str) -> Loader:
@@ -314,6 +343,7 @@ def _statistics(history: History) -> dict[str, int]:
     "other batch sizes": sum(one.slices != two.slices for one, two in pairs),
     "other processes": sum(one.hosts != two.hosts for one, two in pairs),
     **{f"changes of {key}": sum(getattr(a.data, key) != getattr(b.data, key) for a, b in pairs) for key in VALUES},
+    "sources in Python": sum(name in IN_PYTHON for process in processes for name in process.data.sources),
     "limits of epochs": sum("epochs" in entry for entry in entries),
     "changes of weights at a step": sum(entry["weight"].count("@") for entry in entries),
   }

@@ -148,15 +148,15 @@ class Documents:
   """Raises ConfigError for files that are broken at first sight."""
   left_out: str = ""
   """What is at the given places and is not read, for the log."""
-  may_be_masked: bool = False
-  """Whether some documents may be MaskedIds."""
-  bytes: int = -1
-  """Of all documents, if the pieces are no parts of files."""
+  elements: Any = None
+  """`elements.Elements`, if these are the elements of a dataset in Python."""
+  bytes: int = 0
+  """Estimated, of the documents among these elements."""
 
   @property
   def size(self) -> int:
     """Bytes of all pieces."""
-    return sum(piece.size for piece in self.pieces) if self.bytes < 0 else self.bytes
+    return self.bytes if self.elements else sum(piece.size for piece in self.pieces)
 
   def valid(self, bad: BadRecords, hashes: list[str] | None = None) -> Iterator[tuple[str, Document]]:
     """Yields (place for messages, document) of all documents that are not empty. Adds other records to `bad`.

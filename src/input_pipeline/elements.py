@@ -6,7 +6,6 @@ order of the dataset.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import itertools
 import sys
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,25 +23,13 @@ from input_pipeline.documents import BadRecord, Document, Documents, MaskedIds, 
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.source import Source
 
-if TYPE_CHECKING:
-  from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here
-
-_PLACES = 16  # of elements that the fingerprint is computed from, with the first and the last one
+_PLACES = 16  # of elements that the fingerprint is computed from, with the last one
 _ENDLESS = 2**62  # grain's repeat() has the length sys.maxsize
 _LOOKED_AT = 10_000  # elements, for one that is not None
 _AT_ONCE = 256  # elements
 _THREADS = 16  # as grain's ReadOptions
-_MAXTEXT = {
-  "inputs": "tokens",
-  "inputs_position": "positions",
-  "inputs_segmentation": "segment_ids",
-  "targets_segmentation": "weights",
-}
-_ITERATOR = (
-  "is an iterator: it has a state, so an example is not a function of its index, and a resume or another number of "
-  "slices would repeat or lose examples.\nGive the grain.MapDataset before .to_iter_dataset(); packing, batches and "
-  "prefetching are the trainer's"
-)
+_MAXTEXT = {"inputs": "tokens", "inputs_position": "positions"}
+_MAXTEXT |= {"inputs_segmentation": "segment_ids", "targets_segmentation": "weights"}
 
 
 @dataclass(frozen=True)
@@ -51,11 +38,10 @@ class Elements:
 
   name: str
   version: str
-  """64 hex digits: of the given fingerprint, or of elements at fixed places; and of the length."""
+  """64 hex digits: of the length, and the stated fingerprint or elements at fixed places."""
   length: int
-  """Number of elements; at least _ENDLESS: endless."""
   has_examples: bool
-  reference: str = ""
+  reference: str
   given: Any = field(default=None, compare=False)
 
   def __reduce__(self) -> tuple[Any, ...]:
@@ -74,59 +60,48 @@ class Elements:
 
     Raises OSError, naming the element, whatever the dataset raises.
     """
+    grain = sys.modules.get("grain")  # who made a MapDataset has imported it
+    is_map = grain is not None and isinstance(self.dataset, grain.MapDataset)
     try:
-      return self.dataset[number if is_map_dataset(self.dataset) else number % self.length]
+      return self.dataset[number if is_map else number % self.length]
     except Exception as error:
       raise OSError(f"element {number} of {self.name} cannot be read ({type(error).__name__}: {error})") from error
-
-  def source(self, cfg: DataOptions, vocab_size: int, split: str) -> ElementsSource:
-    """The source of a dataset of examples."""
-    return ElementsSource(self, length=cfg.max_target_length, vocab_size=vocab_size, split=split)
-
-
-def is_map_dataset(dataset: object) -> bool:
-  """Whether it is a grain.MapDataset. Imports no grain: who made one has imported it."""
-  grain = sys.modules.get("grain")
-  return grain is not None and isinstance(dataset, grain.MapDataset)
 
 
 def require_random_access(what: str, dataset: object) -> None:
   """Raises ConfigError, which begins with `what`, if the object is not read by index."""
   grain = sys.modules.get("grain")
-  if (grain and isinstance(dataset, grain.IterDataset)) or (isinstance(dataset, Iterator)):
-    raise ConfigError(f"{what}: {type(dataset).__name__} {_ITERATOR}.")
-  missing = [name for name in ("__len__", "__getitem__") if not hasattr(dataset, name)]
-  if missing or isinstance(dataset, type | str | bytes | Mapping):
+  if isinstance(dataset, Iterator) or (grain is not None and isinstance(dataset, grain.IterDataset)):
     raise ConfigError(
-      f"{what}: {shorten(repr(dataset))} is not read by index.\nGive a grain.MapDataset, a list, or an object with "
-      "__len__ and __getitem__."
+      f"{what}: {type(dataset).__name__} is an iterator: it has a state, so an example is not a function of its index, "
+      "and a resume or another number of slices would repeat or lose examples.\nGive the grain.MapDataset before "
+      ".to_iter_dataset(); packing, batches and prefetching are the trainer's."
+    )
+  is_indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+  if not is_indexed or isinstance(dataset, type | str | bytes | Mapping):
+    raise ConfigError(
+      f"{what}: {shorten(' '.join(repr(dataset).split()))} is not read by index.\nGive a grain.MapDataset, a list, or "
+      "an object with __len__ and __getitem__."
     )
 
 
 def _load(reference: str) -> tuple[Any, Any]:
   """(dataset, function) of package.module:function. Raises ConfigError if there is none in this process."""
   module, _, name = reference.partition(":")
-  given = f"grain_dataset={reference}"
   try:
     function = getattr(importlib.import_module(module), name)
-  except (ImportError, AttributeError) as error:
-    raise ConfigError(
-      f"{given}: this process has no such function ({error}).\nEvery process imports it: install its package on every "
-      "host, or put its folder into PYTHONPATH."
-    ) from error
-  try:
-    dataset = function()
+    return function(), function
   except Exception as error:
-    raise ConfigError(f"{given}: the function raised {type(error).__name__}: {error}.\nFix the function.") from error
-  require_random_access(given, dataset)
-  return dataset, function
+    raise ConfigError(
+      f"grain_dataset={reference}: this process cannot call it ({type(error).__name__}: {error}).\nFix the function. "
+      "Every process imports it: install its package, and what it needs, on every host, or set PYTHONPATH."
+    ) from error
 
 
 def find(reference: str, given: Any, column: str) -> Documents:
-  """The documents of a dataset: of the function that `reference` names, or `given`. column: train_data_columns.
+  """The elements of a dataset: of the function that `reference` names, or `given`. column: train_data_columns.
 
-  If `of_examples` is true of the result, its elements are examples. Raises ConfigError if the dataset has no element
-  that can be trained on, or its first elements are not the same when they are read again.
+  Raises ConfigError if the first element cannot be trained on, or is another one when it is read again.
   """
   dataset, function = (given, None) if given is not None else _load(reference)
   name = f"grain_dataset={reference}" if reference else type(dataset).__name__
@@ -134,22 +109,22 @@ def find(reference: str, given: Any, column: str) -> Documents:
   if not (length := len(dataset)):
     raise ConfigError(f"{name} has no elements.\nGive a dataset with at least one.")
   elements = Elements(name, "", length, False, reference, dataset)
-  short = min(length, 2**20) if length >= _ENDLESS else length
-  places = sorted({short * place // _PLACES for place in range(_PLACES)} | {short - 1})
+  end = min(length, 2**20) if length >= _ENDLESS else length
+  places = sorted({end * place // _PLACES for place in range(_PLACES)} | {end - 1})
   number, first = _first(elements, places)
-  if digest_of(first) != digest_of(elements.read(number)):
+  if _plain(first) != _plain(elements.read(number)):
     raise ConfigError(
       f"{name}: element {number} is another one when it is read again, so a resume or another process would train on "
       "other data.\nMake it depend on the index alone, for example with MapDataset.seed and random_map."
     )
   stated = getattr(function, "fingerprint", None) or getattr(dataset, "fingerprint", None)
   stated = stated() if callable(stated) else stated
-  if stated is not None and not isinstance(stated, str):
+  if not isinstance(stated, str | None):
     raise ConfigError(f"{name}: its fingerprint is {shorten(repr(stated))}.\nGive a string that changes with the data.")
-  samples = [first] if stated else [_or_error(elements, place) for place in places]
-  version = contents.hash_of(length, stated or [digest_of(sample) for sample in samples])
-  size = 0
-  if not (has_examples := _is_example(first)):
+  samples = [first] if stated else [_or_none(elements, place) for place in places]
+  version = contents.hash_of(length, stated or [_plain(sample) for sample in samples])
+  size, has_examples = 0, _is_example(first)
+  if not has_examples:
     try:
       document(first, column)
     except ValueError as error:
@@ -160,79 +135,54 @@ def find(reference: str, given: Any, column: str) -> Documents:
   found = Elements(name, version, length, has_examples, reference, dataset)
   piece = Piece("elements", found, 0, length)  # type: ignore[arg-type]
   reader = partial(read, column=column)
-  return Documents(name, [piece], reader, f"elements {column}", uncut, may_be_masked=True, bytes=size)
-
-
-def of_examples(documents: Documents | None) -> Elements | None:
-  """The dataset of `find` if its elements are examples."""
-  path: Any = documents.pieces[0].path if documents and documents.pieces else None
-  return path if isinstance(path, Elements) and path.has_examples else None
-
-
-def in_memory(documents: Documents) -> bool:
-  """Whether the documents are of a dataset that only this process has."""
-  path: Any = documents.pieces[0].path if documents.pieces else None
-  return isinstance(path, Elements) and not path.reference
+  return Documents(name, [piece], reader, f"elements {column}", uncut, elements=found, bytes=size)
 
 
 def _first(elements: Elements, places: Sequence[int]) -> tuple[int, Any]:
   """(number, element) of the first element found that can be read and is not None, which filters leave."""
-  error: OSError | None = None
+  problem = "all elements that were looked at are None"
   for number in itertools.chain(places, range(min(elements.length, _LOOKED_AT))):
     try:
       if (element := elements.read(number)) is not None:
         return number, element
-    except OSError as raised:
-      error = error or raised
-  raise ConfigError(f"{elements.name}: {error or 'all elements that were looked at are None'}.\nGive other elements.")
+    except OSError as error:
+      problem = str(error)
+  raise ConfigError(f"{elements.name}: {problem}.\nGive other elements.")
 
 
-def _or_error(elements: Elements, number: int) -> Any:
+def _or_none(elements: Elements, number: int) -> Any:
   try:
     return elements.read(number)
   except OSError:
-    return "cannot be read"
+    return None
 
 
-def digest_of(element: Any) -> str:
-  """64 hex digits of an element: of mappings, sequences, arrays, strings and numbers."""
-  content = hashlib.sha256()
-  _add(content, element)
-  return content.hexdigest()
-
-
-def _add(content: Any, element: Any) -> None:
-  if element is None or isinstance(element, bool | int | float | str | bytes):
-    content.update(repr(element).encode("utf-8", "surrogatepass"))
-  elif isinstance(element, Mapping):
-    content.update(b"mapping %d" % len(element))
-    for key in sorted(element, key=str):
-      content.update(str(key).encode())
-      _add(content, element[key])
-  elif isinstance(element, list | tuple):
-    content.update(b"sequence %d" % len(element))
-    for part in element:
-      _add(content, part)
-  elif (array := np.asarray(element)).dtype != object:
-    content.update(f"{array.dtype.str} {array.shape}".encode() + array.tobytes())
-  else:
-    content.update(type(element).__name__.encode())
+def _plain(element: Any) -> Any:
+  """The content of an element as JSON: of mappings, sequences, arrays, strings and numbers."""
+  if isinstance(element, Mapping):
+    return {str(key): _plain(element[key]) for key in sorted(element, key=str)}
+  if isinstance(element, list | tuple):
+    return [_plain(part) for part in element]
+  if element is None or isinstance(element, bool | int | float | str):
+    return element
+  array = np.asarray(element)
+  return [array.dtype.str, array.shape, array.tobytes().hex()] if array.dtype != object else type(element).__name__
 
 
 # ---- documents
 
 
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
-  """Yields the documents of a dataset in order, several at a time from threads. None is an empty document."""
+  """Yields the documents of a dataset in order, read by several threads. None is an empty document."""
   elements: Any = piece.path
 
   def one(number: int) -> Document | BadRecord:
     try:
-      element = elements.read(number)
-      return "" if element is None else document(element, column)
-    except (OSError, ValueError) as error:
-      place = "" if isinstance(error, OSError) else f"element {number} of {elements.name}: "
-      return BadRecord(f"{place}{error}.")
+      return document(elements.read(number), column)
+    except OSError as error:
+      return BadRecord(f"{error}.")
+    except ValueError as error:
+      return BadRecord(f"element {number} of {elements.name}: {error}.")
 
   with ThreadPoolExecutor(_THREADS) as threads:
     for start in range(0, elements.length, _AT_ONCE):
@@ -244,7 +194,7 @@ def document(element: Any, column: str) -> Document:
 
   An element is a document, a pair of ids and mask, or a mapping with a document in `column` and perhaps a `mask`.
   """
-  found, mask = element, None
+  found, mask = element if isinstance(element, tuple) and len(element) == 2 else (element, None)
   if isinstance(element, Mapping):
     found, mask = jsonl.field(dict(element), column), element.get("mask")
     if found is jsonl.ABSENT:
@@ -254,35 +204,28 @@ def document(element: Any, column: str) -> Document:
       )
     if isinstance(found, list) and any(isinstance(part, Mapping) for part in found):
       return conversations.parse(found, element)
-  elif isinstance(element, tuple) and len(element) == 2:
-    found, mask = element
-  if found is None:
-    return ""
   if isinstance(found, bytes):
     found = found.decode()  # UnicodeDecodeError is a ValueError
-  if isinstance(found, str):
-    if mask is not None:
-      raise ValueError("it is a text with a mask. Give token ids with a mask, or a text without")
-    return str(found)
+  if found is None or (isinstance(found, str) and mask is None):
+    return str(found or "")
   ids = np.asarray(found)
   if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
     raise ValueError(
-      f"it is a {type(found).__name__} of {ids.dtype} with shape {ids.shape}. A document is a string or a list of "
-      "integers; batches are made here: give the dataset before .batch"
+      f"it is a {type(found).__name__} of {ids.dtype} with shape {ids.shape}. A document is a string without a mask, "
+      "or a list of integers; batches are made here: give the dataset before .batch"
     )
-  ids = ids.astype(np.int64)
   if mask is None:
-    return ids
+    return ids.astype(np.int64)
   if np.shape(mask) != ids.shape or (ids < 0).any():
     raise ValueError(
       f"its mask has shape {np.shape(mask)}, and its ids {ids.shape}. Give a number for each id from 0 on"
     )
-  return MaskedIds(np.where(np.asarray(mask) != 0, ids, ~ids))
+  return MaskedIds(np.where(np.asarray(mask) != 0, ids, ~ids.astype(np.int64)))
 
 
 def _bytes(element: Any, column: str) -> int:
   try:
-    found = "" if element is None else document(element, column)
+    found = document(element, column)
   except ValueError:
     return 0
   return len(found) if isinstance(found, str) else 4 * len(found)
@@ -294,7 +237,7 @@ def _bytes(element: Any, column: str) -> int:
 class ElementsSource(Source):
   """An example is an element; None is a row of padding. After the last element the next epoch begins."""
 
-  def __init__(self, elements: Elements, *, length: int, vocab_size: int, split: str) -> None:
+  def __init__(self, elements: Elements, length: int, vocab_size: int, split: str) -> None:
     """Raises ConfigError if the first element is not an example of at most `length` tokens below `vocab_size`."""
     self.name = elements.name
     self.num_examples = elements.length if elements.length < _ENDLESS else None
@@ -306,8 +249,7 @@ class ElementsSource(Source):
       raise ConfigError(f"{error}.") from error
 
   def __reduce__(self) -> tuple[Any, ...]:
-    keys: dict[str, Any] = {"length": self._length, "vocab_size": self._vocab_size, "split": self._split}
-    return partial(ElementsSource, self._elements, **keys), ()
+    return ElementsSource, (self._elements, self._length, self._vocab_size, self._split)
 
   def example(self, index: int) -> Example:
     if self._split == "eval" and index >= self._elements.length:
@@ -339,23 +281,29 @@ class ElementsSource(Source):
         f"its tokens have shape {shape}, and an example has at most max_target_length={self._length} tokens. Give the "
         "dataset before .batch, with examples of this length"
       )
-    segment_ids = fields.setdefault("segment_ids", np.ones(shape, np.int32))
-    weights = fields.setdefault("weights", segment_ids)
+    segment_ids = fields.get("segment_ids")
+    if segment_ids is None:
+      fields["segment_ids"], begins = np.ones(shape, np.int32), np.zeros(1, np.int64)
+    else:
+      begins = np.flatnonzero(np.diff(segment_ids, prepend=-1))
+    fields.setdefault("positions", np.arange(shape[0]) - np.repeat(begins, np.diff(begins, append=shape[0])))
+    weights = fields.setdefault("weights", fields["segment_ids"])
     if weights.dtype.kind in "iub":  # MaxText has numbers of segments here
       fields["weights"] = weights != 0
-    begins = np.flatnonzero(np.diff(segment_ids, prepend=-1))
-    fields.setdefault("positions", np.arange(shape[0]) - np.repeat(begins, np.diff(begins, append=shape[0])))
+    padding = None if segment_ids is None or segment_ids.all() else segment_ids == 0
     bounds = {"tokens": self._vocab_size, "targets": self._vocab_size, "positions": self._length}
-    found = empty_example(self._length)._asdict()
-    for name, row in found.items():
-      array = fields[name]
+    rows = {}
+    for name in Example._fields:
+      array, most = fields[name], bounds.get(name, 2**24)
       if array.shape != shape or (array.dtype.kind not in "iu" and name != "weights"):
         raise ValueError(f"its {name} are {array.dtype} with shape {array.shape}. Give {shape[0]} integers")
-      array, most = np.where(segment_ids != 0, array, 0), bounds.get(name, 2**24)
-      if not ((array >= 0) & (array < most)).all():
-        raise ValueError(f"its {name} are from {array.min()} to {array.max()}. Give numbers from 0 to {most} - 1")
-      found[name] = np.concatenate([array, row[shape[0] :]]).astype(row.dtype)
-    return Example(**found)
+      array = array if padding is None else np.where(padding, 0, array)
+      least, largest = array.min(), array.max()
+      if not (least >= 0 and largest < most):
+        raise ValueError(f"its {name} are from {least} to {largest}. Give numbers from 0 to {most} - 1")
+      rows[name] = np.zeros(self._length, np.float32 if name == "weights" else np.int32)
+      rows[name][: shape[0]] = array
+    return Example(**rows)
 
 
 def _is_example(element: Any) -> bool:

@@ -132,7 +132,8 @@ class Loader:
     are."""
     import grain  # takes a second
 
-    return grain.MapDataset.source(_Batches(self))
+    last = self.last_step()
+    return grain.MapDataset.range(sys.maxsize if last is None else last).map(self.batch)
 
   def cursor(self, step: int) -> dict[str, Any]:
     """The position before `step` as JSON for a checkpoint. The same on all hosts, for any number of hosts."""
@@ -212,52 +213,6 @@ class Loader:
     self._source.close()
 
 
-class _Batches:
-  """The batches of a loader by step. Implements grain's RandomAccessDataSource."""
-
-  def __init__(self, loader: Loader) -> None:
-    self._loader = loader
-
-  def __len__(self) -> int:
-    last = self._loader.last_step()
-    return sys.maxsize if last is None else last
-
-  def __getitem__(self, step: int) -> Batch:
-    return self._loader.batch(int(step))
-
-
-class _CheckedLoader(Loader):
-  """Checks each batch, because a source from outside may have any numbers. A token above V would read another row."""
-
-  def __init__(self, source: Source, cfg: DataOptions, global_batch_size: int, vocab_size: int) -> None:
-    super().__init__(source, cfg, global_batch_size, "train")
-    self._name, self._vocab_size = source.name, vocab_size
-
-  def batch(self, step: int, rows: np.ndarray | None = None) -> Batch:
-    """As Loader.batch. Raises ConfigError if an example is not as `Example` describes it."""
-    found = super().batch(step, rows)
-    for name, array, dtype in zip(Batch._fields, found, (np.int32, np.int32, np.float32, np.int32, np.int32)):
-      if array.shape[1:] != (self._length,) or array.dtype != dtype:
-        raise ConfigError(
-          f"{self._name}: {name} of an example has shape {array.shape[1:]} and type {array.dtype}. Give "
-          f"{dtype.__name__} of shape ({self._length},), which is max_target_length."
-        )
-    for name in ("tokens", "targets"):
-      least, most = getattr(found, name).min(), getattr(found, name).max()
-      if least < 0 or most >= self._vocab_size:
-        raise ConfigError(
-          f"{self._name}: {name} of batch {step} are {least} to {most}. Give ids below vocab_size={self._vocab_size}."
-        )
-    return found
-
-
-def loader_of(cfg: DataOptions, source: Source, *, vocab_size: int, global_batch_size: int) -> Loader:
-  """The loader of a source from outside. Raises ConfigError if its first batch does not fit T and V."""
-  loader = _CheckedLoader(source, cfg, global_batch_size, vocab_size)
-  loader.batch(0)
-  return loader
-
-
 def make_loader(
   cfg: DataOptions,
   *,
@@ -328,12 +283,17 @@ def check(data: Iterable[DataOptions], vocab_size: int) -> None:
   found = [_Found(options, {} if options.dataset_type == "text" else datasets.find(options)) for options in data]
 
   def check_one(one: _Found, call: workers.Call) -> None:
-    if found := elements.of_examples(one.splits.get("train")):
-      found.source(one.options, vocab_size, "train")
+    if (theirs := _examples(one.splits.get("train"))) is not None:
+      elements.ElementsSource(theirs, one.options.max_target_length, vocab_size, "train")
     else:
       prepared.check(one.options, one.splits, vocab_size, call)
 
   workers.prepare_each(check_one, found, [one.size for one in found])
+
+
+def _examples(documents: Documents | None) -> elements.Elements | None:
+  """The dataset in Python if its elements are examples."""
+  return documents.elements if documents and documents.elements and documents.elements.has_examples else None
 
 
 class _Found(NamedTuple):
@@ -345,8 +305,9 @@ class _Found(NamedTuple):
 
   @property
   def size(self) -> int:
-    """Bytes of all files that other processes can read."""
-    return sum(documents.size for documents in self.splits.values() if not elements.in_memory(documents))
+    """Bytes of all files, and of datasets that other processes can read."""
+    kept = [one for one in self.splits.values() if not one.elements or one.elements.reference]
+    return sum(documents.size for documents in kept)
 
 
 @contextlib.contextmanager
@@ -376,8 +337,8 @@ def _open_all(
       documents = one.splits.get(split)
       if documents and documents.left_out:
         log(f"Not read in {documents.name}: {documents.left_out}")
-      if found := elements.of_examples(documents):
-        return found.source(one.options, vocab_size, split)
+      if (theirs := _examples(documents)) is not None:
+        return elements.ElementsSource(theirs, one.options.max_target_length, vocab_size, split)
       if in_place.applies(one.options):
         return in_place.open_source(one.options, documents, call=call, **keys)
       return prepared.open_source(one.options, one.splits, call=call, tokenizer=tokenizer, **keys)

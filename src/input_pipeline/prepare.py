@@ -48,7 +48,7 @@ def build(
   `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
   Raises ConfigError if a document cannot be read or has other tokens.
   """
-  may_be_masked = tokenizer is None and any(documents.may_be_masked for documents in splits.values())
+  may_be_masked = tokenizer is None and any(documents.elements for documents in splits.values())
   dtype = "<i4" if may_be_masked or isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
   if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
     tell(f"warning: {shortage}")

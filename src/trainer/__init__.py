@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from input_pipeline.batch import Batch as Batch
   from input_pipeline.batch import Example as Example
-  from input_pipeline.source import Source as Source
   from trainer.config.errors import ConfigError as ConfigError
   from trainer.library import Run as Run
   from trainer.library import load as load
@@ -25,7 +24,6 @@ _PLACES = {
   "Model": "trainer.weights.model",
   "Run": "trainer.library",
   "Sampling": "trainer.weights.generation",
-  "Source": "input_pipeline.source",
   "export_run": "trainer.weights.export",
   "import_folder": "trainer.weights.importing",
   "load": "trainer.library",

@@ -49,7 +49,7 @@ class Run:
   """A run of a configuration, in this process, with its files in `directory`.
 
   source: data to train on, in the place of the configuration's: a grain.MapDataset or another object that is read by
-  index, of documents or examples (docs/data.md), or a trainer.Source. schedule, optimizer: an optax schedule
+  index, of documents or examples (docs/data.md). schedule, optimizer: an optax schedule
   (step -> learning rate) and an optax.GradientTransformation, in the place of the configuration's (docs/library.md).
   """
 
@@ -63,7 +63,7 @@ class Run:
   ) -> None:
     if not isinstance(config, Config):
       raise ConfigError(f"Run({config!r}): needs a configuration.\nWrite trainer.Run(trainer.load({config!r})).")
-    if source is not None and (isinstance(source, type) or not hasattr(source, "example")):
+    if source is not None:
       from input_pipeline import elements
 
       elements.require_random_access("Run(source=...)", source)

@@ -233,7 +233,7 @@ def not_deterministic():
     (lambda: [{"body": "a"}], "it has the fields body, and no field text. Set train_data_columns"),
     (lambda: [([1, 2], [1])], r"its mask has shape \(1,\), and its ids \(2,\)"),
     (lambda: [([1, -2], [1, 1])], "for each id from 0 on"),
-    (lambda: [{"text": "a", "mask": [1]}], "a text with a mask"),
+    (lambda: [{"text": "a", "mask": [1]}], "A document is a string without a mask"),
     (lambda: ["a", [1, 2, 3]], "is token ids, and documents before it are not"),
     (lambda: [[1, 2, 400]], "it has the token 400"),
     (lambda: [{"inputs": [1] * 25, "targets": [1] * 25}], "at most max_target_length=24"),
@@ -292,9 +292,12 @@ def dataset():
 @pytest.mark.parametrize(
   ("code", "message"),
   [
-    ("", "this process has no such function"),
-    ("import not_installed_here", "No module named 'not_installed_here'.*install its package on every host"),
-    ("def dataset(): raise KeyError('x')", "the function raised KeyError: 'x'"),
+    ("", "this process cannot call it.*no attribute 'dataset'"),
+    (
+      "import not_installed_here",
+      "No module named 'not_installed_here'.*install its package, and what it needs, on every host",
+    ),
+    ("def dataset(): raise KeyError('x')", "KeyError: 'x'"),
     ("def dataset(): return grain.MapDataset.range(3).to_iter_dataset()", "is an iterator"),
     ("def dataset(): return ['a']\ndataset.fingerprint = 5", "its fingerprint is 5"),
   ],
@@ -315,6 +318,14 @@ def open_run(folder: Path, batch: int, **keys):
   config = cfg.model_copy(update={"data": section, "model": model, "run": run})
   run_data.check(config)
   return config, run_data.open_data(config, batch, lambda _: None)
+
+
+def test_processes_with_other_data_do_not_train_together(module, tmp_path):
+  _, opened = open_run(tmp_path, 4, grain_dataset=module(TEXT_CODE.format(50)))
+  with opened as data:
+    data.require_equal([data.identity, json.loads(json.dumps(data.identity))])
+    with pytest.raises(ConfigError, match=r"The processes of this run have other data: .*\nGive each process"):
+      data.require_equal([data.identity, {**data.identity, "data": "0" * 64}])
 
 
 def saved(folder, batch, step, **keys):

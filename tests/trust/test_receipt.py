@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from input_pipeline.batch import Example
-from input_pipeline.loader import loader_of
+from input_pipeline.loader import Loader
 from input_pipeline.options import DataOptions
 from input_pipeline.source import Source
 from trainer.checkpoint.arrays import fingerprint
@@ -36,7 +36,7 @@ class Fresh(Source):
 
 def loader(source: Source | None = None):
   cfg = DataOptions(dataset_type="synthetic", max_target_length=4)
-  return loader_of(cfg, source or Fresh(), vocab_size=9, global_batch_size=4)
+  return Loader(source or Fresh(), cfg, 4, "train")
 
 
 class Process:

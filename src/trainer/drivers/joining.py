@@ -19,8 +19,8 @@ from worlds.peers import Peers
 
 def join(session: Session, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]) -> Start:
   """The state that the run starts from, or that members which are ahead send to this one. Call it when this member can
-  compute. restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded and
-  SupervisorLost."""
+  compute. restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded,
+  SupervisorLost, and ConfigError if this member has other data."""
   membership, led = peers.membership, None
   begin = time.monotonic()
   membership.send("ready", newest=tiers.newest(), holds=False)
@@ -46,6 +46,7 @@ def join(session: Session, peers: Peers, abstract: TrainState, tiers: Tiers, res
     except PeerLost as error:  # the next message says who sends the state now
       peers.report(error, peers.epoch)
       continue
+    session.data.require_equal([header["meta"]["identity"]])
     session.elastic.join(header["down_events"])
     session.metrics.remember(header["records"])
     seconds = time.monotonic() - begin

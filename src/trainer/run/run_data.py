@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from input_pipeline.loader import Loader, Split, loader_of, make_loader, open_eval_sets
+from input_pipeline.loader import Loader, Split, make_loader, open_eval_sets
 from input_pipeline.loader import check as check_data
 from trainer.checkpoint import meta as checkpoint_meta
 from trainer.checkpoint.errors import ConfigMismatch
@@ -16,6 +16,7 @@ from trainer.config import mixture
 from trainer.config.errors import ConfigError
 from trainer.config.mixture import EVAL_DATA
 from trainer.config.schema import Config, listed
+from trainer.world import World
 
 
 @dataclasses.dataclass
@@ -32,9 +33,19 @@ class RunData:
   may_change: bool  # allow_config_change has "data"
   _tokens_offset: int = 0  # tokens of a step minus step * tokens_per_step: the batch size may have changed
 
-  def identify(self, more: Mapping[str, Any]) -> None:
-    """Adds to what a resume compares."""
+  def identify(self, more: Mapping[str, Any], world: World) -> None:
+    """Adds to what a resume compares. Raises ConfigError if the processes of a world have different identities."""
     self.identity = {**self.identity, **more}
+    self.require_equal(world.gather(self.identity))
+
+  def require_equal(self, others: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ConfigError if another process of the run, of which `others` are identities, has other data."""
+    for other in others:
+      if other != self.identity:
+        raise ConfigError(
+          f"The processes of this run have other data: {dict(other)} in another one, {self.identity} here.\nGive each "
+          "process the same files, or the same elements of grain_dataset: which rows it reads is decided here."
+        )
 
   def accept(self, config: Config, meta: Mapping[str, Any]) -> list[str]:
     """Lines that name the harmless differences between the run and a checkpoint with this `meta`. Raises ConfigMismatch
@@ -107,8 +118,6 @@ def open_loader(
 ) -> Loader:
   """The loader of a split. source: see `open_data`. Raises ConfigError if the data cannot serve this configuration."""
   cfg, vocab_size = config.data, config.model.vocab_size
-  if hasattr(source, "example") and split == "train":
-    return loader_of(cfg, source, vocab_size=vocab_size, global_batch_size=global_batch_size)
   return make_loader(
     cfg,
     vocab_size=vocab_size,
@@ -124,9 +133,9 @@ def open_loader(
 def open_data(
   config: Config, global_batch_size: int, note: Callable[[str], None], source: Any = None
 ) -> Iterator[RunData]:
-  """Opens the data and closes it at the end. note: gets lines for the log. source: a Source, a grain.MapDataset or
-  another object that is read by index, to train on in the place of the configuration's data. Raises ConfigError if the
-  data cannot serve this configuration."""
+  """Opens the data and closes it at the end. note: gets lines for the log. source: a grain.MapDataset or another object
+  that is read by index, to train on in the place of the configuration's data. Raises ConfigError if the data cannot
+  serve this configuration."""
   with contextlib.ExitStack() as stack:
 
     def load(split: Split) -> Loader:

@@ -85,7 +85,7 @@ class Session:
     notes = overrides.user_optimizer.lines()  # for the log, which is not open yet
     batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
     data = self.data = stack.enter_context(run_data.open_data(config, batch, notes.append, overrides.source))
-    data.identify(overrides.user_optimizer.identity(prog.state.opt_state))
+    data.identify(overrides.user_optimizer.identity(prog.state.opt_state), cluster.world)
     self.plugins = Plugins([plugin(config, data) for plugin in overrides.extensions.plugins])
     self._open_records(stack)
     self.metrics.callbacks += overrides.callbacks

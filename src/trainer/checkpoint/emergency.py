@@ -206,7 +206,7 @@ class Emergency:
       if steps := [int(m[1]) for m in map(ENTRY.fullmatch, os.listdir(path)) if m and m[4] == "json"]:
         self._log(
           f"Local copies of step {max(steps)} in {path} are not used: they belong to an earlier run in {self._run}, "
-          "which was deleted or moved. Delete them to free the space; a local save that needs the space does so too. "
+          "which was deleted or moved. Delete them to free the space. A local save deletes them if it needs the space. "
           f"To continue the earlier run instead, stop this one, delete {self._run}/checkpoints and write {path.name} "
           f"into {self._run}/run_id"
         )

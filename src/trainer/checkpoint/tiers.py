@@ -71,8 +71,8 @@ class Tiers:
     self._saves_in_storage = saves_in_storage
     self._newest: tuple[int, float] | None = None  # in storage: the step, and when it was committed
     self._is_listed = False  # whether `_newest` says what is there
-    self._saves = False  # whether this world saved in storage after the last step; an attempt looks once
-    self._makes_up = False
+    self._was_writer = False  # whether this world saved in storage after the last step; an attempt looks once
+    self._catch_up_due = False
     if run_id is None:
       run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
     common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": self._emit_saved}
@@ -91,7 +91,7 @@ class Tiers:
   def due(self, step: int) -> bool:
     """Whether maybe_save(step, ...) without `last` would save, after completed(step)."""
     local = self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period)
-    return local or self.due_persistent(step) or self._makes_up
+    return local or self.due_persistent(step) or self._catch_up_due
 
   def due_persistent(self, step: int) -> bool:
     """Whether the persistent tier saves at `step`."""
@@ -106,18 +106,18 @@ class Tiers:
     """
     for tier in self._saving():
       self._call_or_warn(tier, tier.check)
-    before, self._saves = self._saves, self._saves_in_storage()
-    self._makes_up &= self._saves
-    if before or not self._saves or not self._cfg.enable_checkpointing:
+    before, self._was_writer = self._was_writer, self._saves_in_storage()
+    self._catch_up_due &= self._was_writer
+    if before or not self._was_writer or not self._cfg.enable_checkpointing:
       return
     try:
       with storage.limited(_LOOK_SECONDS):
         self._newest, self._is_listed = self._persistent.newest(), True
-    except CheckpointError:  # in an outage nothing can be made up for; the next save tells
+    except CheckpointError:  # an outage; the next save reports this error
       return
     due = step - step % self._cfg.checkpoint_period
-    self._makes_up = due > 0 and due != step and (self._newest or (0,))[0] < due
-    if self._makes_up:
+    self._catch_up_due = due > 0 and due != step and (self._newest or (0,))[0] < due
+    if self._catch_up_due:
       self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
 
   def _emit_saved(self, kind: str, **fields: Any) -> None:
@@ -147,9 +147,9 @@ class Tiers:
     saved = False
     if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
       saved = self._save_or_warn(self._emergency, step, state, meta)
-    due = self._cfg.enable_checkpointing and (last or self.due_persistent(step) or self._makes_up)
+    due = self._cfg.enable_checkpointing and (last or self.due_persistent(step) or self._catch_up_due)
     if due and self._saves_in_storage():
-      self._makes_up = False
+      self._catch_up_due = False
       if not last:
         saved |= self._save_or_warn(self._persistent, step, state, meta, metric=metric)
       elif self._commit(step, state, meta, metric, begun):

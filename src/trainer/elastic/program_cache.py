@@ -10,7 +10,9 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping
+from concurrent import futures
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
@@ -60,9 +62,10 @@ class ProgramCache(Generic[P]):
     self.topologies: dict[tuple[int, ...], CachedProgram[P]] = {}
     self.others: dict[str, Any] = {}  # what `kept` has compiled
     self.compile_seconds = 0.0  # of the last step that was compiled in the foreground
-    self._lock = threading.Lock()  # one topology is built at a time, and each only once
-    self._locks: dict[str, threading.Lock] = {}  # of `others`
-    self._background: _BackgroundCompiler | None = None
+    self._lock = threading.Lock()  # one topology is built at a time, and each only once; also for additions to `_jobs`
+    self._pool: futures.ThreadPoolExecutor | None = None  # one thread; None: nothing was prepared yet
+    self._jobs: dict[Any, futures.Future[None]] = {}  # by slices, or name in `others`
+    self._thread: int | None = None  # native id of the thread
 
   def program(self, view: View) -> P:
     """The program for the slices of `view`, built once."""
@@ -71,8 +74,8 @@ class ProgramCache(Generic[P]):
   def step(self, view: View) -> Any:
     """The compiled step of `view`: kept, compiled in the background (waits for it), or compiled now. No further
     background compilation begins: the topologies to prepare depend on the view that runs."""
-    if self._background is not None:
-      self._background.stop(wait_for=view)
+    self._cancel()
+    self._finish(view.slices)
     topology = self._topology(view)
     if topology.step is None:
       start = self._clock()
@@ -83,12 +86,10 @@ class ProgramCache(Generic[P]):
   def kept(self, what: str, compile_now: Callable[[], X]) -> X:
     """Another program than a step: what compile_now() has returned before for this name, or returns now. If it is being
     compiled in the background, waits for it."""
-    if self._background is not None:
-      self._background.hurry(what)
-    with self._locks.setdefault(what, threading.Lock()):
-      if what not in self.others:
-        self.others[what] = self.recorded(what, compile_now)
-      return self.others[what]
+    self._finish(what)
+    if what not in self.others:
+      self.others[what] = self.recorded(what, compile_now)
+    return self.others[what]
 
   def recorded(self, what: str, compile_now: Callable[[], X]) -> X:
     """Returns compile_now(), and records its time in a `compile` event. The training loop waits for it, unless the
@@ -119,24 +120,31 @@ class ProgramCache(Generic[P]):
     worthwhile() is still true. If a compilation fails, its traceback is printed, and no other follows: an attempt that
     needs the program fails in the foreground."""
     missing = [view for view in views if not self.has_step(view.slices)]
-    jobs: list[_Job] = [
-      (view.slices, partial(self._prepare_one, view, number, len(missing))) for number, view in enumerate(missing, 1)
-    ]
-    jobs += [(what, partial(self._prepare_other, what, others[what])) for what in others if what not in self.others]
+    jobs: dict[Any, Callable[[], None]] = {
+      view.slices: partial(self._prepare_one, view, number, len(missing)) for number, view in enumerate(missing, 1)
+    }
+    jobs |= {what: partial(self._prepare_other, what, others[what]) for what in others if what not in self.others}
     if missing:
       names = ", ".join(str(list(view.slices)) for view in missing)
       self._log.detail(f"Preparing in the background the steps for slices {names}.")
-    if jobs:
-      self._background = _BackgroundCompiler(jobs, worthwhile, after=self._background)
+    self._pool = self._pool or futures.ThreadPoolExecutor(1, "compile next topologies")
+    with self._lock:  # a compilation that fails at once cancels all that follow
+      for key, compile_now in jobs.items():
+        if key not in self._jobs or self._jobs[key].done():  # otherwise it is under way since the last call
+          self._jobs[key] = self._pool.submit(self._in_background, compile_now, worthwhile)
 
   def wait(self, timeout: float | None) -> bool:
     """Whether the background compilations have ended within `timeout` seconds (None: waits until they have)."""
-    return self._background is None or self._background.wait(timeout)
+    if timeout is None:
+      self._set_niceness(0)  # on a busy machine, a thread of low priority would keep the caller waiting
+    return not futures.wait(self._jobs.values(), timeout).not_done
 
   def close(self) -> None:
-    """Begins no further compilation. Does not wait for the one under way."""
-    if self._background is not None:
-      self._background.stop()
+    """Begins no further compilation. Does not wait for the one under way: the interpreter's end does."""
+    self._cancel()
+    if self._pool is not None:
+      self._pool.shutdown(wait=self.wait(0.0))
+      self._pool = None
 
   def _topology(self, view: View) -> CachedProgram[P]:
     with self._lock:
@@ -156,66 +164,38 @@ class ProgramCache(Generic[P]):
     self._log.detail(f"Prepared the step for slices {list(view.slices)} in {seconds:.1f} s ({number} of {count}).")
 
   def _prepare_other(self, what: str, compile_now: Callable[[], Any]) -> None:
-    with self._locks.setdefault(what, threading.Lock()):
-      if what in self.others:
-        return
-      start = self._clock()
-      with compiles.uncounted():
-        self.others[what] = compile_now()
-      self._events.emit("compile", what=what, seconds=self._clock() - start, background=True)
+    if what in self.others:
+      return
+    start = self._clock()
+    with compiles.uncounted():
+      self.others[what] = compile_now()
+    self._events.emit("compile", what=what, seconds=self._clock() - start, background=True)
 
-
-_Job = tuple[Any, Callable[[], None]]  # (the slices of a view, or the name of another program; its compilation)
-
-
-class _BackgroundCompiler:
-  """One thread that does a list of compilations until done or stopped."""
-
-  def __init__(self, jobs: list[_Job], worthwhile: Callable[[], bool], after: _BackgroundCompiler | None) -> None:
-    """after: an earlier compiler, whose last compilation is waited for."""
-    self._jobs, self._worthwhile, self._after = jobs, worthwhile, after
-    self._stopped = threading.Event()
-    self._current: Any = None
-    # Not a daemon: the interpreter must not end while XLA compiles.
-    self._thread = threading.Thread(target=self._run, name="compile next topologies")
-    self._thread.start()
-
-  def stop(self, wait_for: View | None = None) -> None:
-    """Begins no further compilation; waits for the compilation under way if it is for `wait_for`."""
-    self._stopped.set()
-    if (after := self._after) is not None:  # the thread clears the attribute meanwhile
-      after.stop(wait_for)
-    if wait_for is not None and self._current == wait_for.slices:
-      self._set_niceness(0)  # a recovery waits for it now
-      self._thread.join()
-
-  def hurry(self, what: str) -> None:
-    """The foreground waits for this program: if it is being compiled now, the thread gets its usual priority."""
-    if self._current == what:
-      self._set_niceness(0)
-
-  def wait(self, timeout: float | None) -> bool:
-    """Whether the thread has ended within `timeout` seconds (None: waits until it has)."""
-    if timeout is None:
-      self._set_niceness(0)  # on a busy machine, a thread of low priority would keep the caller waiting
-    self._thread.join(timeout)
-    return not self._thread.is_alive()
-
-  def _run(self) -> None:
+  def _in_background(self, compile_now: Callable[[], None], worthwhile: Callable[[], bool]) -> None:
+    self._thread = threading.get_native_id()
     self._set_niceness(_NICENESS)
-    if self._after is not None:
-      self._after.wait(None)
-      self._after = None
-    for what, compile_now in self._jobs:
-      self._current = what
-      if self._stopped.is_set() or not self._worthwhile():
-        break
-      compile_now()
-    self._current = None
+    try:
+      if worthwhile():
+        compile_now()
+    except Exception:  # noqa: BLE001 -- an attempt that needs the program meets the error in the foreground
+      traceback.print_exc()
+      with self._lock:
+        self._cancel()
+
+  def _cancel(self) -> None:
+    """Begins no further background compilation."""
+    for job in list(self._jobs.values()):
+      job.cancel()
+
+  def _finish(self, key: Any) -> None:
+    """Waits for the background compilation of `key` if it is under way; otherwise it does not begin any more."""
+    job = self._jobs.get(key)
+    if job is not None and not job.cancel() and not job.done():
+      self._set_niceness(0)
+      futures.wait([job])
 
   def _set_niceness(self, niceness: int) -> None:
     """Sets the priority of the compiling thread. On Linux a thread has its own; lowering niceness may be forbidden."""
-    thread = self._thread.native_id if threading.current_thread() is not self._thread else threading.get_native_id()
-    if hasattr(os, "setpriority") and thread is not None:
+    if hasattr(os, "setpriority") and self._thread is not None:
       with contextlib.suppress(OSError):
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        os.setpriority(os.PRIO_PROCESS, self._thread, niceness)

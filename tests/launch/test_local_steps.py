@@ -38,6 +38,7 @@ def test_faults_in_rounds_and_a_restart_cost_no_bit_and_no_line(server, tmp_path
     run.wait_for(lambda: run.last_step > before, supervisor)
     assert run.send(supervisor.pid, signal.SIGTERM)
     assert run.wait(supervisor) == 42, run.tail()
+  assert "6 replicas on 2 slices: a slice computes up to 3, one after the other" in run.printed
   (stopped,) = re.findall(r"The round of local steps after step (\d+) stops here", run.printed)
   assert int(stopped) == run.last_step == run.committed_steps()[-1] < STEPS - H
   assert run.last_step % H == 0

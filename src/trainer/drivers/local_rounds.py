@@ -23,6 +23,7 @@ from trainer.program.state import TrainState
 from trainer.program.step import METRICS
 from trainer.run.driver import Metrics
 from worlds.exchange import Part
+from worlds.peers import Change
 
 _LOSS, _Z_LOSS, _NORM, _RATE, _WEIGHTS, _SKIPPED = range(len(METRICS))
 
@@ -36,6 +37,16 @@ class LocalRounds(ManyWorlds):
     self._small_sizes = [math.prod(leaf.shape) for leaf in compiled.small]
     self._ahead: dict[int, dict[Share, tuple[Batch, Tally]]] = {}  # batches of this round that are read and not used
     self._begun = self._step  # the last step that has begun on this process
+
+  def _changed(self, change: Change) -> None:
+    super()._changed(change)
+    replicas, slices = self._compiled.replicas, len(change.members)
+    fewest = -(-replicas // self._session.cluster.num_slices)
+    if (most := -(-replicas // slices)) > fewest and (change.lost or change.joined) and not change.holds:
+      self._session.log.line(
+        f"{replicas} replicas on {slices} slices: a slice computes up to {most}, one after the other, so a round takes "
+        f"up to {most / fewest:.1f} times as long as with all slices."
+      )
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The state after the round that ends with step n, and the metrics of its steps, [steps, metrics]."""

@@ -91,10 +91,13 @@ class ManyWorlds:
     self._threads.callback(self._batches.close)
     self._peers.train(
       completed=lambda: self._step,
-      changed=lambda change: _record(self._elastic, change, self._step),
+      changed=self._changed,
       noticed=lambda notice: _record_notice(self._session, notice),
     )
     return start
+
+  def _changed(self, change: Change) -> None:
+    _record(self._elastic, change, self._step)
 
   def _prepare(self, compiled: Any) -> None:
     """Takes the compiled programs of the step."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -95,19 +96,27 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   return lines
 
 
+def exchanged_values(config: Config, state: TrainState) -> int:
+  """Returns how many values the slices sum at once: gradients, or with local steps all that a round averages."""
+  return _floating((state.params, state.opt_state) if config.optimizer.has_local_steps else state.params)
+
+
+def _floating(tree: Any) -> int:
+  return sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+
 def local_steps_lines(config: Config, state: TrainState, total: int, step_seconds: float) -> list[str]:
   """Returns what a round of local steps sends, and how much of the time the exchange takes at several speeds of a link.
 
   state: of a slice, abstract. total: slices. step_seconds: of a step without the exchange; 0: not known.
   """
   width = {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
-  values = lambda tree: sum(leaf.size for leaf in jax.tree.leaves(tree) if jnp.issubdtype(leaf.dtype, jnp.floating))
-  gradients, averaged = (2 * (total - 1) / total * width * values(tree) for tree in (
-    state.params, (state.params, state.opt_state)
-  ))  # fmt: skip
+  sent = lambda values: 2 * (total - 1) / total * width * values
+  gradients, averaged = sent(_floating(state.params)), sent(exchanged_values(config, state))
   lines = [
-    f"Local steps: a slice sends {size(averaged)} in a round of {config.optimizer.local_steps} steps; in a synchronous "
-    f"step {size(gradients)}"
+    f"Local steps: a slice sends {size(averaged)} in a round of {config.optimizer.local_steps} steps, and "
+    f"{size(gradients)} in a synchronous step; its devices also hold the state of the round, "
+    f"{size(state_tree.state_bytes(state))}"
   ]
   if not step_seconds:
     return lines

@@ -16,7 +16,7 @@ from stepcost import chips, gpus, topologies
 from stepcost.chips import Chip
 from stepcost.text import size
 from trainer import cluster as cluster_lib
-from trainer.config import counts, rules, shares
+from trainer.config import rules, shares
 from trainer.config.errors import ConfigError, counted, how_to_install, require
 from trainer.config.schema import Config, DegradedStep, PreflightOptions, RematPolicy
 
@@ -56,7 +56,9 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in report.state_lines(config, slices, whole):
       print(line)
-    costs = _process_lines(config, total) if _separate(config) else report.degraded_lines(config, slices, fewer)
+    costs = (
+      _process_lines(config, slices_of, total) if _separate(config) else report.degraded_lines(config, slices, fewer)
+    )
     print("\n".join(costs), flush=True)
     codes = [0]
     for future in futures:
@@ -132,13 +134,14 @@ def _separate(config: Config) -> bool:
   return kind == "multiprocess" or bool(mistakes)
 
 
-def _process_lines(config: Config, total: int) -> list[str]:
-  """What a step costs where each slice is a process."""
+def _process_lines(config: Config, slices_of: Callable[[int], Slices], total: int) -> list[str]:
+  """What a step, or a round of local steps, costs where each slice is a process."""
   from trainer.preflight import report
+  from trainer.program import program
 
-  parameters = counts.parameter_count(config.model)
-  wire_bytes = parameters * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
-  return report.process_lines(total, config.elastic.shares_per_slice, 4 * parameters, wire_bytes)
+  values = report.exchanged_values(config, program.build(config, slices_of(1), 1).state)
+  wire_bytes = values * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
+  return report.process_lines(total, config.elastic.shares_per_slice, 4 * values, wire_bytes)
 
 
 def _whole(config: Config, total: int) -> bool:

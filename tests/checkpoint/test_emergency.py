@@ -193,20 +193,6 @@ def test_write_errors_reach_the_training_thread(tmp_path):
     t.wait()
 
 
-@pytest.mark.parametrize(
-  "changes,reason",
-  [
-    ({"local_checkpoint_directory": ""}, "needs local_checkpoint_directory"),
-    ({"local_checkpoint_period": 0}, "needs local_checkpoint_period above 0"),
-    ({"local_checkpoint_directory": "gs://bucket/x"}, "must be a folder of this machine"),
-    ({"local_checkpoint_directory": "/proc/nowhere"}, "cannot be written"),
-  ],
-)
-def test_a_folder_that_cannot_be_written_is_refused_with_the_reason(tmp_path, changes, reason):
-  with pytest.raises(ValueError, match=reason):
-    Tiers(config(tmp_path, **changes), RUN, slices=slices(), world=SingleWorld(), run_id=ID)
-
-
 def test_a_state_that_no_slice_holds_in_full_is_refused(tmp_path):
   mesh = toy_state.mesh(2, 4)
   target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}

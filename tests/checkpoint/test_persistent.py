@@ -22,7 +22,7 @@ from tests.support import toy_state
 import trainer
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import run_id
-from trainer.checkpoint.arrays import fingerprint, single_replica
+from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.tiers import Tiers
@@ -297,21 +297,3 @@ def test_two_processes_that_list_different_checkpoints_make_up_the_same_save(tmp
     for future in [pool.submit(tier.completed, 3) for tier in tiers]:
       future.result(timeout=60)
   assert [tier.due(3) for tier in tiers] == [listed[0] != [2]] * 2
-
-
-@pytest.mark.parametrize("kind", [CheckpointError, Rejected])
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_read_of_one_replica_that_fails_in_one_process_is_an_error_on_both(kind, failing):
-  values, barrier = [None, None], threading.Barrier(2)
-
-  def restore_part(rank):
-    def read_arrays(targets):
-      if rank == failing:
-        raise kind("503")
-      return {}
-
-    single_replica.read(OneOfTwo(rank, values, barrier), read_arrays, {})
-
-  with ThreadPoolExecutor(2) as pool:
-    errors = [future.exception(timeout=60) for future in [pool.submit(restore_part, rank) for rank in (0, 1)]]
-  assert [(type(error), str(error)) for error in errors] == [(kind, "503")] * 2

@@ -62,6 +62,7 @@ def test_a_signal_in_the_first_compilation_ends_the_process_at_once(make, number
 # ---- 42
 
 
+@pytest.mark.soak
 def test_an_evaluation_due_at_the_step_of_a_sigterm_is_done_once_after_the_resume(make, tmp_path):
   """Also if the next processes are killed before that evaluation, and between it and the next checkpoint."""
   run = make(*write_text(tmp_path), f"steps={ENDLESS}", "eval_interval=1", "eval_steps=1", "checkpoint_period=1000000")

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import subprocess
-import sys
-import weakref
 
 import jax
 import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint import background
 from trainer.checkpoint.errors import SaveFailed
 from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
@@ -95,22 +91,6 @@ def test_persistent_disk_full(disk, asynchronous):
   tiers.maybe_save(failed, state(failed), {})
   tiers.close()
   assert_restores(path, failed)
-
-
-def test_a_write_that_ends_after_its_save_has_failed_prints_nothing(monkeypatch):
-  """Orbax closes the event loop of a save at its first error. tensorstore calls it for each write, from no Python code:
-  a weak reference does the same here."""
-  printed = []
-  monkeypatch.setattr(sys, "unraisablehook", printed.append)
-  monkeypatch.setattr(sys, "unraisablehook", background._WithoutClosedLoops())
-  loop = asyncio.new_event_loop()
-  loop.close()
-  for callback in (loop.call_soon_threadsafe, lambda reference: {}["another error"]):
-    thing = set()
-    reference = weakref.ref(thing, callback)
-    del thing
-    assert reference() is None
-  assert [error.exc_type for error in printed] == [KeyError]
 
 
 def test_persistent_becomes_read_only(disk):

@@ -9,9 +9,6 @@ import pytest
 from tests.support.command import Run
 from tests.support.command_runs import KEYS
 
-from trainer.config.errors import ConfigError
-from trainer.config.load import load
-
 pytestmark = pytest.mark.timeout(600)
 STEPS = 12
 
@@ -88,22 +85,3 @@ def test_a_run_is_complete_at_its_target_and_stays_so(both, server, compiled):
   assert early.records("metrics") == before and early.committed_steps() == [5, 6]
   assert early.finish() == 0, early.printed  # without the target, the run goes on
   assert early.losses() == run.losses()
-
-
-@pytest.mark.parametrize(
-  ("content", "keys", "message"),
-  [
-    ("{}", "", "sets.json: has 0 sets"),
-    ('{"eval": {"path": "FOLDER/near.jsonl"}}', "", "eval is the name of the evaluation data of other keys"),
-    ('{"a": {"path": "FOLDER/none.jsonl", "grain_file_type": "jsonl"}}', "", "none.jsonl' has no files"),
-    ('{"a": {"path": "FOLDER/near.jsonl", "weight": 1}}', "", "weight is not a key of a source"),
-    (None, "target_eval_loss=2 eval_steps=0", "target_eval_loss=2: needs evaluations"),
-  ],
-)
-def test_mistakes_are_named(tmp_path, content, keys, message):
-  write_data(tmp_path)
-  if content is not None:
-    (tmp_path / "sets.json").write_text(content.replace("FOLDER", str(tmp_path)))
-    keys += f" eval_sets={tmp_path}/sets.json"
-  with pytest.raises(ConfigError, match=message):
-    load(["configs/base.yml", *keys_of(tmp_path), *keys.split()])

@@ -14,11 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import safetensors.numpy
-import tokenizers
 from tests.support import hf_folders
 from tests.support.seeds import few
 
-from input_pipeline.tokenizer import train_bpe
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection, Config
@@ -303,42 +301,3 @@ def test_a_kill_leaves_no_folder_and_the_same_command_completes(server, tmp_path
   main = import_hf.main if module == "import_hf" else export_hf.main
   assert main([str(source), str(target)]) == 0
   assert target.exists() and not work.exists()
-
-
-@pytest.mark.parametrize(
-  ("keys", "ids", "names"),
-  [
-    ({}, [0, [1, 258]], ["<|bos|>", "<|im_end|>"]),
-    ({"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}, [259, 258], ["<|im_start|>", "<|im_end|>"]),
-    ({"bos_token": "none", "eos_token": "<|im_start|>"}, [None, [259, 258]], [None, "<|im_start|>"]),
-  ],
-)
-def test_an_export_ends_texts_as_the_documents_of_its_run_end(tmp_path, keys, ids, names):
-  """The run has kept the tokenizer's files of the model that it continues, whose texts end at <|im_end|>."""
-  import transformers  # here, as in hf_folders
-
-  library = tokenizers.Tokenizer.from_str(train_bpe(["a text"], 300))
-  library.add_special_tokens(["<|im_end|>", "<|im_start|>"])
-  kept = tmp_path / "run" / "tokenizer"
-  kept.mkdir(parents=True)
-  library.save(str(kept / "tokenizer.json"))
-  (kept / "generation_config.json").write_text(json.dumps({"bos_token_id": 0, "eos_token_id": 258, "top_k": 20}))
-  theirs = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
-  for name in ("tokenizer_config.json", "special_tokens_map.json"):
-    (kept / name).write_text(json.dumps(theirs))
-  before = {path.name: path.read_bytes() for path in kept.iterdir()}
-  cfg = hf_folders.model("llama3", vocab_size=300)
-  data = {"tokenizer_type": "bpe", "tokenizer_path": str(kept / "tokenizer.json"), **keys}
-  hf_folders.write_run(tmp_path / "run", Config(model=cfg, data=data), hf_folders.random_params(cfg))
-  assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "hf")]) == 0
-  config, generation = (
-    getattr(transformers, kind).from_pretrained(tmp_path / "hf") for kind in ("AutoConfig", "GenerationConfig")
-  )
-  for found in (config, generation):
-    assert [found.bos_token_id, found.eos_token_id] == ids
-  assert generation.top_k == 20
-  tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "hf")
-  assert [tokenizer.bos_token, tokenizer.eos_token] == names
-  if not keys:  # these files are right as they are
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
-      assert (tmp_path / "hf" / name).read_bytes() == before[name]

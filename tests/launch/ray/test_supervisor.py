@@ -174,19 +174,3 @@ def test_a_stop_outlives_the_group(run):
   again = Group(run, 1)
   assert again.next(0)["kind"] == "end" and run.exit_code() == PREEMPTED
   again.close()
-
-
-def test_a_rehearsed_loss_kills_the_worker():
-  killed: list[int] = []
-  run = RunSupervisor(
-    RULES, host="127.0.0.1", lanes=1, tpu=False, attempts=2, kill=lambda worker: killed.append(worker.rank)
-  )
-  group = Group(run, 2)
-  group.train()
-  group.members[0].send("fault", action="lose", target=1, seconds=None)
-  deadline = time.monotonic() + SECONDS
-  while not killed and time.monotonic() < deadline:
-    time.sleep(0.01)
-  assert killed == [1]
-  group.close()
-  run.close()

@@ -148,25 +148,3 @@ def test_a_signal_in_the_callers_thread_leaves_no_thread_that_uses_the_arrays(th
       assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, dealt))
   finally:
     signal.signal(signal.SIGALRM, before)
-
-
-def test_a_peer_that_does_not_read_for_a_while_is_waited_for():
-  """The bytes of member 1 to member 0 are held back. Meanwhile they fill the connection."""
-  stalled = threading.Event()
-
-  def stall(data, offset):
-    if offset > HANDSHAKE and not stalled.is_set():
-      time.sleep(0.3)
-      stalled.set()
-    return data
-
-  shares, dealt = random_shares(3, 2_000_000), {0: [0], 1: [1], 2: [2]}
-  those = Members(3)
-  relay = Relay(those.all[0].address, stall)
-  try:
-    those.connect({(1, 0): relay.address})
-    assert all(same_bits(result, sum_in_order(shares)) for result in those.reduce(shares, dealt))
-    assert stalled.is_set()
-  finally:
-    relay.close()
-    those.close()

@@ -304,31 +304,6 @@ def test_a_bad_first_message_is_refused(run, hello, reason):
   run.commits("step 1")
 
 
-def test_reports_of_other_epochs_and_members_without_a_part_change_nothing(run):
-  before = run.state()
-  spare = run.join(2)
-  run.members.append(spare)
-  expect(spare, "welcome")
-  for epoch in (0, 2, 3, -1):
-    for kind, fields in {
-      "done": {"round": "step 1", "checksum": 0},
-      "computed": {"round": "step 1", "seconds": 1e9},
-      "joined": {},
-      "broken": {"members": [0, 1]},
-    }.items():
-      spare.send(kind, epoch=epoch, **fields)
-      if epoch != 2:
-        run.members[0].send(kind, epoch=epoch, **fields)
-  spare.send("restored", epoch=1, step=10**9)
-  spare.send("finished", code=0)
-  run.members[0].send("restored", epoch=1, step=10**9)
-  spare.send("fault", action="nothing", target=0, seconds=None)
-  wait_until(lambda: bool(run.faults), "all messages are handled")
-  assert run.state() == before
-  run.members.pop().close()
-  run.commits("step 1")
-
-
 @pytest.mark.parametrize("body", [b"garbage", b'{"kind": "world", "epoch": "1"}'])
 def test_a_supervisor_that_sends_garbage_counts_as_lost(run, body):
   member, lost = run.members[0], []

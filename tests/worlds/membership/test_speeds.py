@@ -85,20 +85,6 @@ def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
   assert steps.numbers == [1] * 8 and steps.run.epoch == 2
 
 
-@pytest.mark.parametrize(("host", "numbers"), [("host", [4] + [8] * 3 + [9] * 4), ("another", [8] * 8)])
-def test_a_slow_member_that_starts_again_on_the_same_host_is_still_slow(host, numbers):
-  steps = Steps()
-  steps.factors[3] = 2.0
-  steps.notes(40)
-  steps.run.lost(3, "killed")
-  assert sorted(steps.numbers) == [9] * 6 + [10]
-  steps.joins(3, host)
-  steps.factors[3] = 1.0
-  assert steps.notes(2) == [] and sorted(steps.numbers) == numbers
-  steps.notes(40)
-  assert steps.numbers == [8] * 8
-
-
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_slow_member_is_replaced_if_a_spare_waits(waits):
   steps = Steps(slow_factor=1.5)

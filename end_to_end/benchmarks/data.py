@@ -31,7 +31,7 @@ from end_to_end.benchmarks.common import cpu_seconds, positive
 from input_pipeline import datasets, packages
 from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
-from trainer.tools.tokenize import part, run
+from trainer.tools.tokenize import part, writing
 
 VOCAB = 50_000
 ROUNDS = 3
@@ -67,7 +67,7 @@ def write_windows(folder: Path, length: int) -> None:
   (folder / "windows").mkdir()
   splits = datasets.find(section(folder, "data.array_record", "arrayrecord_uint16", length, "best_fit"))
   job = part.TokenizeJob(splits, None, VOCAB, length, "best_fit", "windows", 0)
-  for number, pieces in enumerate(run.cut(splits["train"], 10**9)):
+  for number, pieces in enumerate(writing.cut(splits["train"], 10**9)):
     part.write(job, "train", pieces, folder / "windows" / f"{number}.array_record", lambda tokens: None)
 
 

@@ -109,8 +109,8 @@ def _row(model: str, topology: str, slices: int, keys: list[str]) -> str:
   place = topologies.resolve(topology)
   topologies.prepare_environment()
   from stepcost import chips
-  from stepcost.events import Channel
-  from stepcost.text import milliseconds
+  from stepcost.formats import milliseconds
+  from stepcost.hlo_events import Channel
   from trainer.preflight import analysis
 
   devices = topologies.devices(place, slices)

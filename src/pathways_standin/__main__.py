@@ -61,8 +61,8 @@ def _mistake(options: argparse.Namespace) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-  from pathways_standin import server as server_lib
-  from pathways_standin.commands import CommandError
+  from pathways_standin import standin_server as server_lib
+  from pathways_standin.fault_commands import CommandError
 
   ended = threading.Event()
   code = 0

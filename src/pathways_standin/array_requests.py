@@ -10,9 +10,9 @@ import numpy as np
 
 from pathways_standin import dtypes, host_buffers, placement, status
 from pathways_standin.arrays import Array, Shard
+from pathways_standin.client_session import ClientSession, Future, Handler, Uncounted, WhenReady
 from pathways_standin.devices import DEFAULT_MEMORY
 from pathways_standin.placement import Placement, Spec
-from pathways_standin.session import ClientSession, Future, Handler, Uncounted, WhenReady
 from pathways_standin.status import Status
 
 # ArrayCopySemantics

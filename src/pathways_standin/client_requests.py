@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pathways_standin.client_session import ClientSession, Handler, Uncounted
 from pathways_standin.devices import MEMORY_KINDS
-from pathways_standin.session import ClientSession, Handler, Uncounted
 from pathways_standin.status import Status
 
 PLATFORM = "cpu"  # programs are lowered for this platform

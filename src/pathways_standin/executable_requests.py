@@ -6,7 +6,7 @@ from typing import Any
 
 from pathways_standin import dtypes, executables
 from pathways_standin.arrays import Array
-from pathways_standin.session import ClientSession, Future, Handler, InBackground, WhenReady
+from pathways_standin.client_session import ClientSession, Future, Handler, InBackground, WhenReady
 from pathways_standin.status import Status
 
 

@@ -13,8 +13,8 @@ from jaxlib.mlir import ir
 
 from pathways_standin import dtypes
 from pathways_standin.devices import DEFAULT_MEMORY, Devices
-from pathways_standin.messages import Messages
 from pathways_standin.placement import Placement, Spec
+from pathways_standin.proxy_messages import Messages
 from pathways_standin.status import Status
 
 # Custom calls that call Python code in the process that compiled them: the client's, not this one.

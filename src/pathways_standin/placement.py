@@ -9,7 +9,7 @@ import numpy as np
 
 from pathways_standin import dtypes
 from pathways_standin.devices import DEFAULT_MEMORY, Devices
-from pathways_standin.messages import Messages
+from pathways_standin.proxy_messages import Messages
 from pathways_standin.status import Status
 
 _HLO = "HloSharding"

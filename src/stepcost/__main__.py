@@ -23,11 +23,11 @@ from types import MappingProxyType
 from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.collectives import Collective
 from stepcost.costs import Costs, Fusion
-from stepcost.events import Channel
+from stepcost.formats import fusion_line, milliseconds, size, transfer_lines
 from stepcost.hlo import Module
+from stepcost.hlo_events import Channel
 from stepcost.prices import Rates
 from stepcost.simulation import Timeline
-from stepcost.text import fusion_line, milliseconds, size, transfer_lines
 
 # The smallest and the largest value of each number. The TPU compiler accepts 511 slices, and the largest TPU slice has
 # 18,432 devices.

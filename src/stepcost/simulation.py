@@ -15,9 +15,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stepcost import collectives, events
-from stepcost.events import SECOND, Action, Channel, Event, Site
+from stepcost import collectives, hlo_events
 from stepcost.hlo import Computation, Module
+from stepcost.hlo_events import SECOND, Action, Channel, Event, Site
 from stepcost.prices import Basis, Rates
 
 
@@ -56,7 +56,7 @@ class Timeline:
 
 def simulate(module: Module, slice_of: Sequence[int], rates: Rates) -> Timeline:
   """Returns the times of one execution. `slice_of[i]` is the slice of partition i."""
-  decoder = events.Decoder(module, collectives.Reader(module, slice_of), rates)
+  decoder = hlo_events.Decoder(module, collectives.Reader(module, slice_of), rates)
   return _Player(module, decoder).timeline()
 
 
@@ -87,7 +87,7 @@ _Value = Any
 class _Player:
   """The device while the program runs."""
 
-  def __init__(self, module: Module, decoder: events.Decoder) -> None:
+  def __init__(self, module: Module, decoder: hlo_events.Decoder) -> None:
     self._module, self._decoder = module, decoder
     self._events: dict[str, list[Event]] = {}
     self._now = self._computed = self._serial = 0

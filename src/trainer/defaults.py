@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 def extensions() -> Extensions:
   """Everything. Imports jax."""
-  from trainer.report.plugin import Report
+  from trainer.report.report_plugin import Report
   from trainer.run.plugins import Extensions
-  from trainer.services.plugin import Services
+  from trainer.services.services_plugin import Services
   from trainer.trust.receipt import ReceiptWriter
   from trainer.weights import sources
   from trainer.weights.sample import Sample

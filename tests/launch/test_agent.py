@@ -18,7 +18,7 @@ from tests.support.torchrun_runs import OneWorker
 from trainer.cluster.launched import run_rules
 from trainer.config import load
 from trainer.launch import agent, local
-from trainer.launch.keys import program
+from trainer.launch.launcher_keys import program
 from worlds.membership import wire
 from worlds.membership.messages import Message, message
 from worlds.membership.wire import Channel

@@ -9,13 +9,13 @@ import time
 import numpy as np
 import pytest
 
-from pathways_standin import dtypes, messages, status
+from pathways_standin import dtypes, proxy_messages, status
 from pathways_standin.host_buffers import HostBuffers, to_array, to_bytes
 from pathways_standin.status import Status
 
 
 def test_the_numbers_of_types_are_those_of_jaxlib():
-  kinds = messages.load().ifrt("DTypeProto").Kind
+  kinds = proxy_messages.load().ifrt("DTypeProto").Kind
   for kind, dtype in dtypes.DTYPES.items():
     name = kinds.Name(kind).removeprefix("KIND_").lower().replace("pred", "i1").replace("c64", "complex<f32>")
     name = name.replace("c128", "complex<f64>").replace("u", "ui", 1) if name[0] in "uc" else name
@@ -24,7 +24,7 @@ def test_the_numbers_of_types_are_those_of_jaxlib():
 
 
 def test_arrays_that_are_not_served_are_named():
-  kinds = messages.load().ifrt("DTypeProto").Kind
+  kinds = proxy_messages.load().ifrt("DTypeProto").Kind
   for kind, name in (("KIND_STRING", "strings"), ("KIND_TOKEN", "tokens"), ("KIND_OPAQUE", "opaque values")):
     with pytest.raises(Status, match=f"UNIMPLEMENTED: arrays of {name}: "):
       dtypes.from_kind(kinds.Value(kind))
@@ -69,7 +69,7 @@ def test_a_request_waits_for_its_buffer_and_a_closed_session_for_none():
 
 
 def test_codes_are_those_of_the_protocol():
-  code = messages.load().cls("tensorflow.StatusProto").DESCRIPTOR.fields_by_name["code"].enum_type
+  code = proxy_messages.load().cls("tensorflow.StatusProto").DESCRIPTOR.fields_by_name["code"].enum_type
   named = {value.name: value.number for value in code.values}
   assert {name: named[name] for name in status.CODES} == status.CODES
   assert status.from_code(99, "odd").code == "UNKNOWN"

@@ -15,11 +15,11 @@ import grpc
 import pytest
 from tests.support.command import is_running
 
-from pathways_standin import messages as messages_lib
 from pathways_standin import process
+from pathways_standin import proxy_messages as messages_lib
 from pathways_standin.__main__ import main
 from pathways_standin.control import main as control_main
-from pathways_standin.server import _HANDLERS
+from pathways_standin.standin_server import _HANDLERS
 
 SERVICE = "/xla.ifrt.proxy.GrpcIfrtService/"
 

@@ -18,7 +18,7 @@ from tests.support import needs
 
 from stepcost import chips
 from stepcost.__main__ import main as schedule
-from stepcost.events import Channel
+from stepcost.hlo_events import Channel
 from stepcost.prices import Basis
 from trainer import config
 from trainer.config.counts import parameter_count

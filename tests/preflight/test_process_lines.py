@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.preflight import report
+from trainer.preflight import findings
 from worlds.exchange.plan import pieces
 from worlds.membership.dealing import deal
 
 
 @pytest.mark.parametrize("total, shares", [(3, 1), (4, 2), (8, 8)])
 def test_the_table_has_the_dealing_of_every_number_of_slices(total, shares):
-  _, *rows = report.process_lines(total, shares, 10**9, 10**9)
+  _, *rows = findings.process_lines(total, shares, 10**9, 10**9)
   assert len(rows) == total
   full = deal(total * shares, list(range(total)), shares)
   for row in rows:
@@ -23,5 +23,5 @@ def test_the_table_has_the_dealing_of_every_number_of_slices(total, shares):
     groups, others = divmod(most_shares, shares)
     count = groups + others
     assert max(len(pieces(own, shares)) for own in dealt.values()) <= count
-    assert held == report.size(count * 10**9)
-    assert sent == report.size((count + 1) * 10**9 * (k - 1) / k)
+    assert held == findings.size(count * 10**9)
+    assert sent == findings.size((count + 1) * 10**9 * (k - 1) / k)

@@ -13,7 +13,7 @@ from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
 from trainer.kernels import remat
-from trainer.preflight import analysis, remat_choice, report
+from trainer.preflight import analysis, findings, remat_choice
 from trainer.preflight.analysis import Memory, Refused
 from trainer.preflight.remat_choice import CANDIDATES, WITH_INPUTS_ON_HOST
 from trainer.world import SingleWorld
@@ -106,7 +106,7 @@ def test_inputs_of_layers_go_to_the_host_where_full_does_not_fit(compiler):
   assert [policy for policy, _ in compiler.tried] == [RematPolicy.FULL, *WITH_INPUTS_ON_HOST[:4]]
   text = "custom (custom_remat=decoder_layer_input=offload,out_proj=device)"
   assert str(choice) == f"remat_policy=auto: {text}, the shortest of 3 estimated steps, 20.0 ms"
-  assert report.remat_lines(choice, candidates)[4] == f"  {text} | 20.0 ms | 20.0 ms | 12.0 GB"
+  assert findings.remat_lines(choice, candidates)[4] == f"  {text} | 20.0 ms | 20.0 ms | 12.0 GB"
   model = choice.applied(config).model
   assert remat.saved_names(model) == (("out_proj",), ("decoder_layer_input",))
   # A run writes its configuration as the keys of a file; the choice is the same after reading it.

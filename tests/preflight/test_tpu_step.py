@@ -9,8 +9,8 @@ import pytest
 from tests.support import needs
 
 from stepcost import chips, topologies
-from stepcost.events import Channel
 from stepcost.hlo import Module
+from stepcost.hlo_events import Channel
 from trainer import config
 from trainer.config.counts import parameter_count
 from trainer.preflight import analysis

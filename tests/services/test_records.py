@@ -13,7 +13,7 @@ from tests.observe.test_metrics import record
 from trainer.config.schema import ObserveSection
 from trainer.observe import events, files, log, metrics
 from trainer.report import page
-from trainer.services.plugin import recorders
+from trainer.services.services_plugin import recorders
 from trainer.services.wandb_runs import ServiceRun
 
 bucket = test_line_files.bucket  # a fixture

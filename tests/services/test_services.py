@@ -17,7 +17,7 @@ from trainer.config import ConfigError
 from trainer.config import paths as config_paths
 from trainer.config.load import load
 from trainer.config.schema import ObserveSection
-from trainer.services import background_writer, objects, plugin, wandb_runs
+from trainer.services import background_writer, objects, services_plugin, wandb_runs
 from trainer.services.wandb_runs import WandbRun
 
 
@@ -111,7 +111,7 @@ def test_a_service_that_never_answers_does_not_hold_the_end_of_the_process(monke
 
 def recorders_of_objects(said) -> list:
   cfg = ObserveSection(services="gcs_metrics")
-  return list(plugin.recorders("gs://b", cfg, "process", said, wandb_runs.ServiceRun()))
+  return list(services_plugin.recorders("gs://b", cfg, "process", said, wandb_runs.ServiceRun()))
 
 
 def test_an_object_store_that_never_answers_does_not_hold_the_end_of_the_process(monkeypatch):

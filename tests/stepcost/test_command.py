@@ -13,7 +13,7 @@ import pytest
 from stepcost import chips, collectives, costs, hlo, prices, simulation
 from stepcost.__main__ import main
 from stepcost.chips import Chip
-from stepcost.events import Channel
+from stepcost.hlo_events import Channel
 from stepcost.prices import Basis, Rates
 from stepcost.simulation import Timeline
 

@@ -24,7 +24,7 @@ from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import ByteTokenizer
 from trainer.config.errors import ConfigError
 from trainer.tools.tokenize import part as part_lib
-from trainer.tools.tokenize import run
+from trainer.tools.tokenize import writing
 from trainer.tools.tokenize.__main__ import main
 from trainer.tools.tokenize.part import TokenizeJob
 
@@ -42,7 +42,7 @@ def write_all(job: TokenizeJob, folder: Path, part_bytes: int) -> list[bytes]:
   """The records of all parts of the training split, written in this process."""
   folder.mkdir()
   records = []
-  for number, pieces in enumerate(run.cut(job.splits["train"], part_bytes)):
+  for number, pieces in enumerate(writing.cut(job.splits["train"], part_bytes)):
     path = folder / f"{number}.array_record"
     counts = part_lib.write(job, "train", pieces, path, lambda tokens: None)
     piece = Piece(path.name, path, 0, path.stat().st_size)
@@ -63,7 +63,7 @@ def test_parts_have_all_documents_in_order(tmp_path, write, kind, parts, values)
   keys["train_data_columns"] = "body"
   job = job_of("documents", vocab_size=300 if values is TEXTS else 70_000, **keys)
   size = sum(piece.size for piece in job.splits["train"].pieces)
-  found = len(list(run.cut(job.splits["train"], size // 12)))
+  found = len(list(writing.cut(job.splits["train"], size // 12)))
   assert found >= parts if parts > 1 else found == 1
   records = write_all(job, tmp_path / "parts", size // 12)
   want = [np.array([256, *text.encode(), 257]) for text in TEXTS] if values is TEXTS else TOKENS

@@ -19,7 +19,7 @@ from trainer.checkpoint.errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.tools import verify
 from trainer.trust import receipt, replay
-from trainer.trust.lines import FILE, sealed
+from trainer.trust.receipt_lines import FILE, sealed
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "

@@ -17,7 +17,7 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.config.schema import Config
 from trainer.observe import events, files, metrics
 from trainer.trust import receipt
-from trainer.trust.lines import FILE, check
+from trainer.trust.receipt_lines import FILE, check
 
 
 class Fresh(Source):

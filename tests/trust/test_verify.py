@@ -14,7 +14,7 @@ from input_pipeline.synthetic import SyntheticSource
 from trainer.config.errors import ConfigError
 from trainer.tools import compare_checkpoints, verify
 from trainer.trust import replay
-from trainer.trust.lines import FILE
+from trainer.trust.receipt_lines import FILE
 from trainer.weights.array_parts import Entry
 
 KEYS = (

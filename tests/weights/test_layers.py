@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.support import toy_state
 
 from trainer.checkpoint.arrays import state_tree
-from trainer.weights import layers
+from trainer.weights import stacking
 
 SPECS = {"w": PartitionSpec("fsdp"), "norm": PartitionSpec()}
 
@@ -32,10 +32,10 @@ def parameters(count: int, stacked: bool):
 def test_layers_are_stacked_and_separated(count, given, wanted):
   params, expected = parameters(count, given), parameters(count, wanted)
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), expected)
-  stored = layers.as_stored(state_tree.flatten({"params": params}), abstract)
+  stored = stacking.as_stored(state_tree.flatten({"params": params}), abstract)
   described = jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), stored)
   assert described == jax.tree.map(lambda x: (x.shape, x.dtype, x.sharding), params)
-  found = layers.convert(params, abstract)
+  found = stacking.convert(params, abstract)
   assert jax.tree.structure(found) == jax.tree.structure(expected)
   for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert x.sharding == y.sharding

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
   from trainer.cluster import job_token
   from trainer.config.errors import ConfigError
-  from trainer.launch.keys import program
+  from trainer.launch.launcher_keys import program
   from worlds import addresses
   from worlds.agent import Agent
   from worlds.exit_codes import PREEMPTED

@@ -44,7 +44,7 @@ def _run(options: argparse.Namespace) -> int:
   from trainer.cluster.launched import check, exchange_host, run_rules
   from trainer.config import ConfigError, shares, validate
   from trainer.config.load import load_with_origins
-  from trainer.launch.keys import program, refuse_other
+  from trainer.launch.launcher_keys import program, refuse_other
   from trainer.process import open_files
   from worlds.supervisor import Supervisor
 

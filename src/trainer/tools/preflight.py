@@ -34,9 +34,9 @@ def _run(given: argparse.Namespace) -> int:
   options, others = preflight_options(given.arguments)
   config = load(others, check_paths=False, repeats=False)
   cluster.check_environment()
-  from trainer.preflight import run  # imports jax, so only after the arguments are checked
+  from trainer.preflight import compiling  # imports jax, so only after the arguments are checked
 
-  return run.run(config, options, started)
+  return compiling.run(config, options, started)
 
 
 if __name__ == "__main__":

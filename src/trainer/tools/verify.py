@@ -14,7 +14,7 @@ import argparse
 from trainer import commands
 from trainer.config.errors import ConfigError
 from trainer.observe import screen
-from trainer.trust.verify import against, verify
+from trainer.trust.comparison import against, verify
 
 
 def main(argv: list[str] | None = None) -> int:

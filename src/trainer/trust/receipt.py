@@ -1,4 +1,4 @@
-"""receipt.jsonl: writes what each committed step of a run computed, in lines that are chained by hash (`lines.py`)."""
+"""receipt.jsonl: what each committed step of a run computed, in lines that are chained by hash (`receipt_lines.py`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from input_pipeline.batch import DataError
 from trainer.observe import environment, files
 from trainer.observe.metrics import read_metrics
 from trainer.run.plugins import Opened, Plugin
-from trainer.trust.lines import FILE, METRICS, Line, sealed
+from trainer.trust.receipt_lines import FILE, METRICS, Line, sealed
 
 NUMBERS = ("loss", "grad_norm", "weights")  # of the record of a step: in a line `weights` is `tokens`
 _PLACE = re.compile(rb'"(after|step)":(\d+)[,}]')

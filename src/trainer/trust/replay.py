@@ -1,4 +1,4 @@
-"""Computes steps of a run again, in a folder that is deleted afterwards, for `verify.py`."""
+"""Computes steps of a run again, in a folder that is deleted afterwards, for `comparison.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.config.load import load
 from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STATE, FREE
 from trainer.process.child import run_child
 from trainer.trust import receipt
-from trainer.trust.lines import Line, check
+from trainer.trust.receipt_lines import Line, check
 from trainer.weights import array_parts
 from trainer.world import SINGLE_WORLD
 

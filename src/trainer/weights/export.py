@@ -20,10 +20,10 @@ from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
-from trainer.weights import hf_config, layers, names, safetensors, sources, tokenizers
+from trainer.weights import hf_config, names, safetensors, sources, stacking, tokenizers
 from trainer.weights.array_parts import ArrayParts
-from trainer.weights.folders import new_folder
 from trainer.weights.importing import ByteProgress
+from trainer.weights.new_folder import new_folder
 from trainer.weights.sources import WeightSource
 
 _SHARD_BYTES = 5_000_000_000
@@ -118,7 +118,7 @@ def _parts(source: WeightSource, dtype: str) -> list[_Part]:
 
 def _place(source: WeightSource, name: str) -> tuple[str, tuple[int, ...]]:
   """(stored array, index of its first dim) of a weight of separate layers; the index is empty if they are stored so."""
-  match = layers.NAME.match(name)
+  match = stacking.NAME.match(name)
   return (name, ()) if name in source.arrays or not match else (f"{match[1]}.{match[3]}", (int(match[2]),))
 
 

@@ -15,7 +15,7 @@ from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.observe import files
 from trainer.weights import one_by_one, sources
-from trainer.weights.folders import new_folder
+from trainer.weights.new_folder import new_folder
 from trainer.weights.sources import WeightSource
 
 

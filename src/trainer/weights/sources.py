@@ -25,7 +25,7 @@ from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
-from trainer.weights import hf_config, layers, names, safetensors, tiles
+from trainer.weights import hf_config, names, safetensors, stacking, tiles
 from trainer.world import SINGLE_WORLD, World, from_primary
 from worlds.lines import warn
 
@@ -129,8 +129,8 @@ class WeightSource:
     Raises ConfigError, on all processes, if they cannot be read or do not fit.
     """
     try:
-      stored = layers.as_stored(self.arrays, abstract)
-      return layers.convert(verified_load.load(world, self.read, self.arrays, {"params": stored})["params"], abstract)
+      stored = stacking.as_stored(self.arrays, abstract)
+      return stacking.convert(verified_load.load(world, self.read, self.arrays, {"params": stored})["params"], abstract)
     except (Rejected, CheckpointError) as error:
       raise ConfigError(f"{self.where}: {error}. Get the files again, or give another folder.") from error
     finally:

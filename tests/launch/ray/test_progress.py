@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.launch.ray.progress import newest_checkpoint, newest_metrics
+from trainer.launch.ray.ray_progress import newest_checkpoint, newest_metrics
 
 
 def test_the_last_record_of_a_step_and_the_last_committed_checkpoint(tmp_path):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer import cluster
-from trainer.launch.ray.slices import RaySlot, RayWorker, environment, slots
+from trainer.launch.ray.ray_slices import RaySlot, RayWorker, environment, slots
 from worlds.place import Place
 
 PLACE = Place(("10.0.0.9:4000",), b"t" * 32, member=1, lane=1, lanes=2, slice_coordinator="10.0.0.3:5000")

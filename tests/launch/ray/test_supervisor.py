@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from trainer.launch.ray.slices import RayWorker
-from trainer.launch.ray.supervisor import RunSupervisor
+from trainer.launch.ray.ray_slices import RayWorker
+from trainer.launch.ray.ray_supervisor import RunSupervisor
 from worlds.exit_codes import BAD_INPUT, FAILED, PREEMPTED
 from worlds.membership import wire
 from worlds.membership.client import Membership

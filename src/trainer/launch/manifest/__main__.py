@@ -19,22 +19,22 @@ import argparse
 
 from trainer import commands
 from trainer.config.errors import require
-from trainer.launch.manifest import checks, contents, options, text
-from trainer.launch.manifest.plan import resolve
+from trainer.launch.manifest import gke_options, image_checks, job_checks, job_text
+from trainer.launch.manifest.gke_plan import resolve
 from trainer.observe import screen
 
 
 def render(chosen: argparse.Namespace) -> str:
   """The text for these options. Raises ConfigError if they are wrong or do not fit together."""
   plan = resolve(chosen)
-  require([*checks.problems(plan), *contents.problems(plan)])
-  return text.render(plan)
+  require([*job_checks.problems(plan), *image_checks.problems(plan)])
+  return job_text.render(plan)
 
 
 def parser() -> argparse.ArgumentParser:
   """Reads the arguments for `render`."""
   parser = commands.parser(__doc__)
-  options.add_to(parser, text.TARGETS)
+  gke_options.add_to(parser, job_text.TARGETS)
   return parser
 
 

@@ -15,7 +15,7 @@ import sys
 from trainer import commands
 from trainer.config import Config, ConfigError, faults, load
 from trainer.config.option_types import whole
-from trainer.launch.keys import ray_keys, refuse_other
+from trainer.launch.launcher_keys import ray_keys, refuse_other
 from trainer.observe import screen
 
 

@@ -41,7 +41,7 @@ def run(config: Config, arguments: Sequence[str], options: argparse.Namespace) -
     )
   rules = run_rules(shares.resolve(config))
   check(rules, lanes)
-  from trainer.launch.ray.workers import SupervisorActor
+  from trainer.launch.ray.ray_workers import SupervisorActor
 
   supervisor = (
     ray.remote(SupervisorActor)
@@ -121,7 +121,7 @@ def _trainer(config: Config, arguments: Sequence[str], options: argparse.Namespa
   from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
   from ray.train.v2.jax import JaxTrainer
 
-  from trainer.launch.ray.workers import RayProgram, SliceConfig
+  from trainer.launch.ray.ray_workers import RayProgram, SliceConfig
 
   least, most = options.min_slices * lanes, options.max_slices * lanes
   resources = {"GPU": options.gpus_per_slice, "CPU": 1} if options.gpus_per_slice else {"CPU": 1}

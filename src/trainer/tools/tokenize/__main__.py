@@ -28,7 +28,7 @@ from trainer import commands
 from trainer.config import ConfigError, load
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
-from trainer.tools.tokenize import run
+from trainer.tools.tokenize import writing
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -47,10 +47,10 @@ def _tokenize(options: argparse.Namespace) -> None:
     raise ConfigError("Give --output FOLDER or --preview N.")
   config = load(options.arguments)
   if options.preview:
-    run.preview(config, options.preview)
+    writing.preview(config, options.preview)
     return
   try:
-    run.run(config, options.output, options.records, round(options.part_megabytes * 1e6), options.processes)
+    writing.run(config, options.output, options.records, round(options.part_megabytes * 1e6), options.processes)
   except WorkerLost as error:
     raise WorkerLost(f"{error} The same command continues; fewer --processes need less memory.") from error
 

@@ -25,7 +25,7 @@ from trainer.config.schema import Config
 from trainer.tools.tokenize import part as part_lib
 from trainer.tools.tokenize.output import Output, Part, hashes_of
 from trainer.tools.tokenize.part import TokenizeJob
-from trainer.tools.tokenize.progress import TokenProgress
+from trainer.tools.tokenize.token_progress import TokenProgress
 
 _PREVIEWED = 20_000  # characters that are tokenised at a time
 

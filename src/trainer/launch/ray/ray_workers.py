@@ -18,8 +18,8 @@ import ray.util
 from ray.train.backend import Backend, BackendConfig
 
 from trainer.cluster import change_environment
-from trainer.launch.ray.slices import RayWorker
-from trainer.launch.ray.supervisor import RunSupervisor
+from trainer.launch.ray.ray_slices import RayWorker
+from trainer.launch.ray.ray_supervisor import RunSupervisor
 from trainer.observe import screen
 from worlds.addresses import free_port
 from worlds.interruptions import end_on_error
@@ -156,7 +156,7 @@ def _report_until(ended: threading.Event, run_directory: str, rank: int) -> None
     if rank:
       ray.train.report({})
       continue
-    from trainer.launch.ray.progress import newest_checkpoint, newest_metrics
+    from trainer.launch.ray.ray_progress import newest_checkpoint, newest_metrics
 
     metrics, step = newest_metrics(run_directory), newest_checkpoint(run_directory)
     if step <= reported:

@@ -12,7 +12,7 @@ from jax import Device
 from stepcost import prices
 from stepcost.chips import Chip
 from stepcost.collectives import Collective
-from stepcost.text import milliseconds, size, transfer_lines
+from stepcost.formats import milliseconds, size, transfer_lines
 from trainer.checkpoint import ramdisk_size
 from trainer.checkpoint.arrays import state_tree
 from trainer.config import counts

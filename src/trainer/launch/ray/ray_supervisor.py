@@ -7,8 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from trainer.launch.ray import slices
-from trainer.launch.ray.slices import Environment, RaySlot, RayWorker
+from trainer.launch.ray import ray_slices
+from trainer.launch.ray.ray_slices import Environment, RaySlot, RayWorker
 from trainer.process import open_files
 from worlds import addresses
 from worlds.exit_codes import FAILED
@@ -58,7 +58,7 @@ class RunSupervisor:
       self._tries = 1 if progress else self._tries + 1
       self._counted.clear()
       self.close()
-      self._slots = slices.slots(workers, self._lanes)
+      self._slots = ray_slices.slots(workers, self._lanes)
       self._workers = {worker.rank: worker for worker in workers}
       self._token, self._leaving = secrets.token_bytes(32), False
       expected = len(workers) // self._lanes
@@ -109,7 +109,7 @@ class RunSupervisor:
       slice_coordinator=addresses.join(first.host, first.port) if self._lanes > 1 else "",
     )
     hosts = [self._workers[ranks[lane]].host for lane in range(self._lanes)]
-    return slices.environment(place, hosts, tpu=self._tpu)
+    return ray_slices.environment(place, hosts, tpu=self._tpu)
 
   # ---- how workers and groups end ----
 

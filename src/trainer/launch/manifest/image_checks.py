@@ -1,4 +1,4 @@
-"""What the pods contain, and the run needs: packages, data and memory. Like checks.py: one message per broken rule."""
+"""What the pods contain, and the run needs: packages, data, memory. Like job_checks.py: one message per broken rule."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from input_pipeline.storage import is_address
 from trainer.config import counts, files, mixture, paths
 from trainer.config.errors import shorten
 from trainer.config.schema import Config
-from trainer.launch.manifest import budget, checks
-from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
+from trainer.launch.manifest import budget, job_checks
+from trainer.launch.manifest.gke_plan import CACHE_FOLDER, GkePlan
 
 # The keys that name training data and evaluation data, by dataset_type.
 _DATA_KEYS = {
@@ -62,7 +62,7 @@ def _data(plan: GkePlan) -> Iterator[str]:
   for key in ("grain_train_mixture_config_path", "eval_sets"):
     value = getattr(data, key)
     if value and not files.is_in_package(value):
-      yield f"{key}={value}: {checks.ONLY_PACKAGED}"
+      yield f"{key}={value}: {job_checks.ONLY_PACKAGED}"
       return  # its sources are unknown
   for section in _sections(plan.config):
     yield from _paths(plan, section)

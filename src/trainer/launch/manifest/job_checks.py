@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainer.config import files
 from trainer.launch.manifest import budget
-from trainer.launch.manifest.plan import FIXED_GRACE, GkePlan
+from trainer.launch.manifest.gke_plan import FIXED_GRACE, GkePlan
 
 # The label that leads pods to the Pathways head is NAME-pathways-head-0-0.NAME, and Kubernetes allows 63 characters.
 _LONGEST_PATHWAYS_NAME = 22

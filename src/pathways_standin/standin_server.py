@@ -11,13 +11,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pathways_standin import array_requests, client_requests, executable_requests, messages, process
-from pathways_standin.commands import CommandError, Commands
+from pathways_standin import array_requests, client_requests, executable_requests, process, proxy_messages
+from pathways_standin.client_session import ClientSession
+from pathways_standin.cpu_slices import Slices
 from pathways_standin.devices import Devices
+from pathways_standin.fault_commands import CommandError, Commands
+from pathways_standin.grpc_wire import INSECURE, Service
 from pathways_standin.runtime import Runtime
-from pathways_standin.session import ClientSession
-from pathways_standin.slices import Slices
-from pathways_standin.wire import INSECURE, Service
 
 _log = logging.getLogger(__name__)
 _HANDLERS = client_requests.HANDLERS | array_requests.HANDLERS | executable_requests.HANDLERS
@@ -29,7 +29,7 @@ class Server:
 
     Raises RuntimeError if the address is taken, StandinError for the folder of the control socket.
     """
-    known = messages.load()
+    known = proxy_messages.load()
     devices = Devices(slices, devices_per_slice, device_kind)
     state, runtime = Slices(devices), Runtime(devices)
     self._service = Service(known, lambda number: ClientSession(number, known, runtime, state, _HANDLERS))

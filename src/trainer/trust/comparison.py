@@ -14,9 +14,9 @@ from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.observe.metrics import METRICS_FILE, read_metrics
-from trainer.trust import lines as lines_lib
 from trainer.trust import receipt, replay
-from trainer.trust.lines import FILE, Line
+from trainer.trust import receipt_lines as lines_lib
+from trainer.trust.receipt_lines import FILE, Line
 from trainer.trust.replay import Replay
 from trainer.weights import array_parts
 from trainer.world import SINGLE_WORLD

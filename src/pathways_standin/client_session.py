@@ -14,11 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pathways_standin import arrays, status
+from pathways_standin.cpu_slices import Slices
 from pathways_standin.executables import Executable
 from pathways_standin.host_buffers import HostBuffers
-from pathways_standin.messages import Messages
+from pathways_standin.proxy_messages import Messages
 from pathways_standin.runtime import Runtime
-from pathways_standin.slices import Slices
 from pathways_standin.status import Status
 
 FIRST_SERVER_HANDLE = 1 << 62  # handles that clients invent are smaller

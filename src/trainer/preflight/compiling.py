@@ -14,7 +14,7 @@ from typing import Any
 
 from stepcost import chips, gpus, topologies
 from stepcost.chips import Chip
-from stepcost.text import size
+from stepcost.formats import size
 from trainer import cluster as cluster_lib
 from trainer.config import rules, shares
 from trainer.config.errors import ConfigError, counted, how_to_install, require
@@ -31,7 +31,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   _check_hlo_file(options.preflight_hlo_file)
   slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
-  from trainer.preflight import analysis, report
+  from trainer.preflight import analysis, findings
   from trainer.program import program
 
   print(where)
@@ -54,10 +54,10 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
       analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK, hlo_file=options.preflight_hlo_file
     )
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
-    for line in report.state_lines(config, slices, whole):
+    for line in findings.state_lines(config, slices, whole):
       print(line)
     costs = (
-      _process_lines(config, slices_of, total) if _separate(config) else report.degraded_lines(config, slices, fewer)
+      _process_lines(config, slices_of, total) if _separate(config) else findings.degraded_lines(config, slices, fewer)
     )
     print("\n".join(costs), flush=True)
     codes = [0]
@@ -65,12 +65,12 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
       found = future.result()
       living = counted(found.slices, "slice")
       if isinstance(found, analysis.Analysis):
-        print("\n".join(report.analysis_lines(found, chip)), flush=True)
+        print("\n".join(findings.analysis_lines(found, chip)), flush=True)
         if config.optimizer.has_local_steps:
           estimate = analysis.timeline(found, chip) if chip else None
           seconds = estimate.seconds if estimate else 0.0
           own = program.build(config, slices_of(1), 1).state
-          print("\n".join(report.local_steps_lines(config, own, total, seconds)), flush=True)
+          print("\n".join(findings.local_steps_lines(config, own, total, seconds)), flush=True)
         codes.append(0 if chip is None or found.memory.fits(chip) else 1)
       elif found.too_large:
         print(f"The step on {living} does not fit: {found.reason}", flush=True)
@@ -99,13 +99,13 @@ def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int
 
   A run in a folder with a config.yml keeps its own policy, which may be another one.
   """
-  from trainer.preflight import remat_choice, report
+  from trainer.preflight import findings, remat_choice
 
   needed = [total, total - 1] if remat_choice.needs_fewer(config, total) else [total]
   slice_sets = [slices_of(alive) for alive in needed]
   choice, candidates = remat_choice.choose(config, slice_sets)
   remat_choice.keep(config, slice_sets, choice)
-  print("\n".join(report.remat_lines(choice, candidates)), flush=True)
+  print("\n".join(findings.remat_lines(choice, candidates)), flush=True)
   return choice.applied(config)
 
 
@@ -136,12 +136,12 @@ def _separate(config: Config) -> bool:
 
 def _process_lines(config: Config, slices_of: Callable[[int], Slices], total: int) -> list[str]:
   """What a step, or a round of local steps, costs where each slice is a process."""
-  from trainer.preflight import report
+  from trainer.preflight import findings
   from trainer.program import program
 
-  values = report.exchanged_values(config, program.build(config, slices_of(1), 1).state)
+  values = findings.exchanged_values(config, program.build(config, slices_of(1), 1).state)
   wire_bytes = values * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
-  return report.process_lines(total, config.elastic.shares_per_slice, 4 * values, wire_bytes)
+  return findings.process_lines(total, config.elastic.shares_per_slice, 4 * values, wire_bytes)
 
 
 def _whole(config: Config, total: int) -> bool:

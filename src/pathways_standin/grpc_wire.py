@@ -18,8 +18,8 @@ from typing import Any
 import grpc
 import jax
 
-from pathways_standin.messages import Messages
-from pathways_standin.session import ClientSession
+from pathways_standin.client_session import ClientSession
+from pathways_standin.proxy_messages import Messages
 from pathways_standin.status import Status
 
 _SERVICE = "xla.ifrt.proxy.GrpcIfrtService"

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from pathways_standin.arguments import COMMANDS
-from pathways_standin.slices import Slices
+from pathways_standin.cpu_slices import Slices
+from pathways_standin.grpc_wire import Service
 from pathways_standin.status import CODES
-from pathways_standin.wire import Service
 
 _log = logging.getLogger(__name__)
 

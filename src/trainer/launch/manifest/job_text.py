@@ -13,7 +13,7 @@ import yaml
 
 from trainer.config import ConfigError
 from trainer.launch.manifest import budget
-from trainer.launch.manifest.plan import CACHE_FOLDER, GkePlan
+from trainer.launch.manifest.gke_plan import CACHE_FOLDER, GkePlan
 
 # The targets that are commands; the others are objects.
 _COMMANDS = {"gcluster": "gcluster job submit", "xpk": "xpk workload create"}

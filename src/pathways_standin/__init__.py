@@ -20,7 +20,7 @@ From Python, in any process (it imports neither JAX nor gRPC):
   server.close()
 
 The server ends with the process that started it, also if that process is killed. It inherits the environment.
-`commands.COMMANDS` lists the commands. Errors of arguments end the server with exit code 2, and `exit` with 70.
+`arguments.COMMANDS` lists the commands. Errors of arguments end the server with exit code 2, and `exit` with 70.
 
 All devices belong to the server's process, and a lost slice is an administrative state: its data are replaced by
 errors.
@@ -28,8 +28,8 @@ errors.
 What it does not model: the time that anything takes on TPUs and between hosts, the numerics of TPUs, the memory limits
 of devices, Pathways' resource manager, programs of plugins (persistence, remote profiling), host callbacks.
 
-Modules, from the bottom: `status`, `messages` (the protocol, from the installed jaxlib), `dtypes`, `devices`,
-`placement`, `host_buffers`, `gates`, `arrays`, `executables`, `runtime` (shards and programs), `slices`
-(faults), `session`, `*_requests` (one function for each request of the protocol), `wire` (gRPC), `commands`, `server`,
-`control`.
+Modules, from the bottom: `status`, `proxy_messages` (the protocol, from the installed jaxlib), `dtypes`, `devices`,
+`placement`, `host_buffers`, `gates`, `arrays`, `executables`, `runtime` (shards and programs), `cpu_slices`
+(faults), `client_session`, `*_requests` (one function for each request of the protocol), `grpc_wire` (gRPC),
+`fault_commands`, `standin_server`, `control`.
 """

@@ -168,7 +168,7 @@ class Acceptance:
   def _kill(self) -> None:
     job, launcher, after = self._jobs["kill"], self.launcher, None
     n, is_rehearsed = launcher.slices, not launcher.has_worlds and not launcher.kill
-    faults = ["fault_injection=slice_down@25:0/30", "snapshot_period=1"] if is_rehearsed else []
+    faults = ["fault_injection=slice_down@25:0:prepared, slice_up@45:0", "snapshot_period=1"] if is_rehearsed else []
     with self._row(1, "devices", f"{n} slices start and train", job.command(*faults)) as row:
       self._train(job, 22, *faults)
       start, seconds = job.events("run_start")[-1], float(job.events("init_done")[-1]["seconds"])

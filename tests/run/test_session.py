@@ -38,8 +38,8 @@ class SecondaryWorld(SingleWorld):
   rank, size, is_primary = 1, 2, False
 
   def gather(self, value):
-    """The primary's part in world.from_primary: the run id, and no error."""
-    return [[True, ["0123456789ab", ""]], value]
+    """The primary's part in world.from_primary: the run id, and no error. It has the same data."""
+    return [value if isinstance(value, dict) else [True, ["0123456789ab", ""]], value]
 
 
 def load(folder: Path, *keys: str):

@@ -24,12 +24,18 @@ KEYS = (
 CHANGED = 7  # the step with one changed example
 
 
-class OneChanged(SyntheticSource):
+class OneChanged:
   """The examples of the run, but for one."""
 
-  def example(self, index):
-    found = super().example(index)
-    return found._replace(tokens=(found.tokens + 1) % 64) if index == 4 * CHANGED - 2 else found
+  def __init__(self):
+    self._source = SyntheticSource(vocab_size=64, length=16, seed=0, stream=0)
+
+  def __len__(self):
+    return 4 * 100
+
+  def __getitem__(self, index):
+    found = self._source.example(index)
+    return found._replace(tokens=(found.tokens + 1) % 64 if index == 4 * CHANGED - 2 else found.tokens)._asdict()
 
 
 @pytest.fixture(scope="module")
@@ -38,8 +44,7 @@ def runs(tmp_path_factory, compiled):
   folder = tmp_path_factory.mktemp("runs")
   config = lambda name: trainer.load(*TINY, *KEYS, f"base_output_directory={folder}", f"run_name={name}", compiled)
   assert trainer.Run(config("a")).train()
-  own = OneChanged(vocab_size=64, length=16, seed=0, stream=0)
-  assert trainer.Run(config("b"), own).train()
+  assert trainer.Run(config("b"), OneChanged()).train()
   return folder / "a", folder / "b"
 
 

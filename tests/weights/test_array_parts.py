@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from input_pipeline.places import Place
 from trainer.checkpoint.arrays.fingerprint import Blocks
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.persistent import Persistent
@@ -28,7 +29,7 @@ def test_parts_of_a_stored_array(tmp_path, monkeypatch, spec):
   monkeypatch.setattr("trainer.weights.array_parts.BLOCK", 100)  # rows come in several reads
   read, get = [], ArrayParts._get
   monkeypatch.setattr(ArrayParts, "_get", lambda *args: read.append(get(*args)) or read[-1])
-  parts, found = ArrayParts(tmp_path / "1"), Blocks()
+  parts, found = ArrayParts(Place(str(tmp_path / "1"))), Blocks()
   for i in range(4):
     for j in range(6):
       out = parts.read("params.w", (i, j), np.empty((8, 10), jnp.bfloat16), found)

@@ -193,11 +193,12 @@ class Player:
           time.sleep(fault.delay)
           last = fault.kind
           self.counts[fault.kind] += self._strike(fault)
-          if fault.kind in ENDS:
+          if fault.kind in ENDS:  # further faults hit the next life
             supervisor.wait(60)
             self._run.wait_for_processes(seconds=90)
-          if fault.kind == "move":
-            move(self._run)
+            if fault.kind == "move":
+              move(self._run)
+            break
         code = self._run.wait(supervisor, self._limit)
       if code == 0:
         return []

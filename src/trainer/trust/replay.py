@@ -203,8 +203,10 @@ def _run(command: Sequence[str], log: Path) -> None:
   with log.open("wb") as output:
     code = run_child(command, output)
   if code:
-    tail = "\n".join(log.read_text(errors="replace").splitlines()[-20:])
-    raise ConfigError(f"{tail}\nThe replay has ended with exit code {code}; its last lines are above.")
+    lines = log.read_text(errors="replace").splitlines()
+    last = max((number for number, line in enumerate(lines) if line.startswith("error: ")), default=len(lines) - 20)
+    tail = "\n".join(lines[max(0, last) :][:20])  # a runtime may print a stack after the error
+    raise ConfigError(f"{tail}\nThe replay has ended with exit code {code}; its error is above.")
 
 
 def _unlike(start: Line, here: Line) -> str:

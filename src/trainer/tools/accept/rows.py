@@ -322,7 +322,8 @@ class Acceptance:
       first = min(int(folder.name) for folder in (self.out / "kill/checkpoints").glob("[0-9]*")) + 1
       few = [step for step, line in lines.items() if step > first and len(line["computed"]) < self.launcher.slices]
       first = min(few, default=first)
-      command = ["trainer.tools.verify", f"{self.out}/kill", "--replay", f"{first}:{first + 2}", "num_slices=1"]
+      where = ["num_slices=1", *([] if self.launcher.has_worlds else ["cluster=simulated"])]
+      command = ["trainer.tools.verify", f"{self.out}/kill", "--replay", f"{first}:{first + 2}", *where]
       row.command = " ".join(["python", "-m", *command])
       row.seen = (
         f"steps {first} to {first + 2}, computed by slices {', '.join(lines[first]['computed'])}: {_tool(*command)}"

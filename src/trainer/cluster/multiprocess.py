@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import jax
 import jaxlib
@@ -20,6 +19,7 @@ from trainer.cluster import host_devices, joined_processes
 from trainer.cluster.api import Cluster, FaultTarget, View
 from trainer.cluster.torchrun import ChildSupervisor
 from trainer.config.schema import ClusterSection
+from trainer.observe.environment import cpu_model
 from trainer.world import World
 from worlds.exit_codes import BAD_INPUT
 from worlds.join import join
@@ -140,10 +140,9 @@ class MultiprocessCluster(Cluster):
 
 def numerics(device: Device) -> str:
   """What the bits of a program's results on the device depend on, besides the program and its compiler options."""
-  kind, info = device.device_kind, Path("/proc/cpuinfo")
-  if device.platform == "cpu" and info.exists():  # programs use all instructions of this CPU
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")]
-    kind = models[0].partition(":")[2].strip() if models else kind
+  kind = device.device_kind
+  if device.platform == "cpu":  # programs use all instructions of this CPU
+    kind = cpu_model() or kind
   flags = f"{os.environ.get('XLA_FLAGS', '')} {os.environ.get('LIBTPU_INIT_ARGS', '')}".split()
   of_bits = sorted(flag for flag in flags if "dump" not in flag and "host_platform_device_count" not in flag)
   versions = f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, {device.client.platform_version}"

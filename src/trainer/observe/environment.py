@@ -51,6 +51,15 @@ def git_commit(file: Path) -> str | None:
   return done[-1].stdout.strip() or None
 
 
+def cpu_model() -> str:
+  """The model of the CPU, as Linux names it; "" where it is not known."""
+  try:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+  except OSError:
+    return ""
+  return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+
+
 def versions() -> dict[str, str]:
   """Versions of Python, of the trainer, and of the installed packages that compute and save."""
   found = {"python": sys.version.split()[0], "trainer": trainer.__version__}

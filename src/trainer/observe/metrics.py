@@ -379,3 +379,8 @@ def read_metrics(run_directory: str) -> list[dict[str, Any]]:
       evaluation: dict[str, Any] = {key: record[key] for key in ("eval_loss", "eval_losses") if key in record}
       history.setdefault(step, {"step": step}).update(evaluation)
   return [history[step] for step in sorted(history)]
+
+
+def read_losses(run_directory: str) -> dict[int, float]:
+  """{completed step: its training loss} of the run's history as it stands."""
+  return {int(record["step"]): float(record["loss"]) for record in read_metrics(run_directory) if "loss" in record}

@@ -21,7 +21,7 @@ from trainer import commands
 from trainer.config import ConfigError, load
 from trainer.config.keys import is_answered
 from trainer.observe import screen
-from trainer.observe.metrics import read_metrics
+from trainer.observe.metrics import read_losses
 from trainer.process.child import run_child
 
 TOLERANCE = 1e-5  # relative; with fewer slices, float32 sums are computed in another order
@@ -73,7 +73,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _compare(directory: str) -> int:
-  degrade, fixed, undisturbed = (_losses(f"{directory}/{name}") for name in _SCENARIOS)
+  degrade, fixed, undisturbed = (read_losses(f"{directory}/{name}") for name in _SCENARIOS)
   agree = all(_gap(losses, undisturbed) <= limit for losses, limit in ((degrade, TOLERANCE), (fixed, 0)))
   print(
     f"\n=== losses of {len(undisturbed)} steps against the undisturbed run's: largest relative difference\n"
@@ -82,10 +82,6 @@ def _compare(directory: str) -> int:
     f"{'They agree.' if agree else 'THEY DO NOT AGREE.'}"
   )
   return 0 if agree else 1
-
-
-def _losses(directory: str) -> dict[int, float]:
-  return {int(record["step"]): float(record["loss"]) for record in read_metrics(directory) if "loss" in record}
 
 
 def _gap(ours: dict[int, float], theirs: dict[int, float]) -> float:

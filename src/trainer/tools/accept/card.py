@@ -36,7 +36,12 @@ Card = dict[str, Any]
 def made(found: Acceptance, minutes: float) -> Card:
   """The card of these rows."""
   start = environment.describe()
-  own = {"cpu": _cpu(), "cores": os.cpu_count(), "system": platform.system(), "machine": platform.machine()}
+  own = {
+    "cpu": environment.cpu_model() or platform.processor() or platform.machine(),
+    "cores": os.cpu_count(),
+    "system": platform.system(),
+    "machine": platform.machine(),
+  }
   card = {
     "format": FORMAT,
     "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -133,15 +138,6 @@ def _likeness(card: Card) -> list[Any]:
 
 def _number(loss: str) -> float:
   return float(struct.unpack(">f", bytes.fromhex(loss))[0])
-
-
-def _cpu() -> str:
-  """The model of the CPU."""
-  try:
-    found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
-  except OSError:
-    found = None
-  return found[1] if found else platform.processor() or platform.machine()
 
 
 def _without_names(card: Card, out: str) -> Card:

@@ -23,7 +23,7 @@ import yaml
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer.observe import files
-from trainer.observe.metrics import read_metrics
+from trainer.observe.metrics import read_losses
 from trainer.tools.accept import corpus
 from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
 
@@ -270,7 +270,7 @@ class Acceptance:
     job, steps = self._jobs["undisturbed"], max([LOSSES, *self._last.values()])
     with self._row(7, "a run without faults", f"{steps} steps, exit code 0", job.command(f"steps={steps}")) as row:
       self._complete(job, steps)
-      losses = _losses(job.directory)
+      losses = read_losses(job.directory)
       self.losses = [struct.pack(">f", losses[step]).hex() for step in range(1, LOSSES + 1)]
       row.seen = f"loss {losses[1]:.4f} at step 1, {losses[LOSSES]:.4f} at step {LOSSES}"
 
@@ -284,7 +284,7 @@ class Acceptance:
         _tool("trainer.tools.verify", ours)
         row.seen = _tool(*command)
         if not is_exact:
-          one, other = _losses(ours), _losses(theirs)
+          one, other = read_losses(ours), read_losses(theirs)
           gap = max(abs(one[step] / other[step] - 1) for step in one)
           row.seen = f"the losses differ by at most {gap:.1e}"
           _expect(gap <= _OTHER_SUMS, row.seen)
@@ -358,10 +358,6 @@ def _expect(holds: bool, otherwise: str) -> None:
 def _repeated(job: Job) -> int:
   """Completed steps that the run has done again."""
   return len(job.steps()) - len({step["step"] for step in job.steps()})
-
-
-def _losses(directory: str) -> dict[int, float]:
-  return {int(line["step"]): float(line["loss"]) for line in read_metrics(directory) if "loss" in line}
 
 
 def _tool(*arguments: str) -> str:

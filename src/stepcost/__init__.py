@@ -7,9 +7,8 @@
   rates = stepcost.prices.rates(stepcost.chips.find("v5e"))
   stepcost.simulation.simulate(module, slice_of, rates)          # the time of one execution, and what is exposed
 
-`python -m stepcost` prints these for texts of compiled programs. `topologies` describes TPU slices and GPUs to compile
-for without having them.
+`topologies` describes TPU slices and GPUs to compile for without having them.
 
 Modules, from the bottom: `hlo` (the text of a module), `chips` (peak rates), `gpus`, `topologies`, `collectives`,
-`custom_calls` (kernels), `costs`, `prices` (rates), `events` (the actions of an execution), `simulation`, `text`.
+`custom_calls` (kernels), `costs`, `prices` (rates), `hlo_events` (the actions), `simulation`, `formats`.
 """

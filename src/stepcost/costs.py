@@ -67,30 +67,6 @@ def count(module: Module, precision: str = "default") -> Costs:
   return Costs(dict(flops), device, host, cycles, unpriced)
 
 
-@dataclasses.dataclass(frozen=True)
-class Fusion:
-  """A fusion that the TPU compiler has estimated, with the sums over all its runs."""
-
-  source: str  # the name that JAX gives to its last operation
-  runs: float
-  cycles: float
-  flops: float
-  device_bytes: float
-
-
-def costliest_fusions(module: Module, number: int) -> list[Fusion]:
-  """Returns the `number` fusions of `module` with the most cycles, the costliest first."""
-  executed = [(estimated_cycles(i) * runs, c, i, runs) for c, i, runs in module.executed()]
-  found = []
-  for cycles, computation, instruction, runs in sorted(executed, key=lambda each: -each[0])[:number]:
-    if cycles:
-      flops = sum(f for part in module.parts(computation, instruction) for _, f in flops_of(*part))
-      moved = bytes_moved(module, computation, instruction)[DEVICE]
-      source = computation.origin(instruction)
-      found.append(Fusion(source, runs, cycles, runs * flops, runs * moved))
-  return found
-
-
 def estimated_cycles(instruction: Instruction) -> int:
   """Returns the TPU compiler's estimate for a fusion; 0 if there is none, as for the fusions of a SparseCore."""
   estimate = _CYCLES.search(instruction.rest)

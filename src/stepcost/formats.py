@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-from stepcost.chips import Chip
-from stepcost.costs import Fusion
 from stepcost.simulation import Timeline, Transfer
 
 
@@ -33,16 +29,6 @@ def transfer_line(t: Transfer) -> str:
     f"{milliseconds(t.exposed)}; meanwhile {milliseconds(t.computed)} of computation"
     + (f", above all {_short(t.longest)}" if t.longest else "")
     + f"; from {_short(t.site.source)}"
-  )
-
-
-def fusion_line(fusion: Fusion, chip: Chip) -> str:
-  """Returns how long a fusion takes, and which shares of the peaks of the chip this is. A GPU's have no estimate."""
-  seconds = fusion.cycles / (chip.clock_hz or math.nan)
-  shares = fusion.flops / seconds / chip.peak_flops, fusion.device_bytes / seconds / chip.hbm_bandwidth
-  return (
-    f"{milliseconds(seconds)} in {fusion.runs:,.0f} runs: {shares[0]:.0%} of the peak FLOP/s, {shares[1]:.0%} of HBM's "
-    f"bandwidth; {_short(fusion.source)}"
   )
 
 

@@ -497,9 +497,6 @@ class PreflightOptions(Section):
   preflight_degraded: DegradedStep = DegradedStep.QUICK
   """How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little
   optimization, enough if the result fits in memory. full: as it runs. none: do not compile it."""
-  preflight_hlo_file: str = ""
-  """File for the compiled step on all slices, as HLO text (preflight.hlo_file=FILE), to read with stepcost. Empty: no
-  file."""
 
 
 class Config(Section):

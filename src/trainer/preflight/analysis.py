@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import pathlib
 import re
 import time
 from collections.abc import Sequence
@@ -99,14 +98,13 @@ def fits(found: Finding, chip: chips.Chip) -> TypeGuard[Analysis]:
 
 
 def analyse(
-  config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, *, quickly: bool = True, hlo_file: str = ""
+  config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, *, quickly: bool = True
 ) -> Finding:
   """Returns the analysis of the step for `slices`, the slices that are alive.
 
-  hlo_file: where the text of the compiled step is written, if `slices` are all of them. quickly: with fewer slices than
-  `num_slices_total`, compile for TPUs with little optimization first. This takes a quarter of the time. If that program
-  does not fit, compile with full optimization. A fully optimized program keeps fewer values, and uses more memory for
-  overlap only if there is room, so it fits whenever the quick program fits.
+  quickly: with fewer slices than `num_slices_total`, compile for TPUs with little optimization first. This takes a
+  quarter of the time. If that program does not fit, compile with full optimization. A fully optimized program keeps
+  fewer values, and uses more memory for overlap only if there is room, so it fits whenever the quick program fits.
 
   Raises:
     ConfigError: sizes do not fit the devices, their compiler does not show its programs, or the user's limit of on-chip
@@ -121,7 +119,7 @@ def analyse(
     return Refused(len(slices), _first_line(error))
   compiled = functools.partial(_compiled, config, prog, lowered, slices, num_slices_total, time.monotonic() - start)
   if len(slices) == num_slices_total:
-    return compiled(hlo_file=hlo_file)
+    return compiled()
   if quickly and slices[0][0].platform == "tpu":
     found = compiled(optimized=False)
     chip = chips.find(slices[0][0].device_kind)
@@ -139,7 +137,6 @@ def _compiled(
   trace_seconds: float,
   *,
   optimized: bool = True,
-  hlo_file: str = "",
 ) -> Finding:
   start = time.monotonic()
   alive = len(slices)
@@ -160,8 +157,6 @@ def _compiled(
     raise
   except ValueError as error:  # else it would look like a configuration error, which has another exit code
     raise RuntimeError("preflight cannot read the output of this version of the compiler") from error
-  if hlo_file:
-    pathlib.Path(hlo_file).expanduser().write_text(compiled.as_text())
   return found
 
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +27,6 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
 
   0: every compiled step fits. 1: one does not fit. 3: the compiler refused a step for a reason other than memory.
   """
-  _check_hlo_file(options.preflight_hlo_file)
   slices_of, total, where = _devices(config, options)
   # These modules import jax, so import them only now that the environment names the platform.
   from trainer.preflight import analysis, findings
@@ -50,9 +48,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
     config = _choose_remat(config, slices_of, compiled_total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
-    analyse = functools.partial(
-      analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK, hlo_file=options.preflight_hlo_file
-    )
+    analyse = functools.partial(analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK)
     futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in findings.state_lines(config, slices, whole):
       print(line)
@@ -107,22 +103,6 @@ def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int
   remat_choice.keep(config, slice_sets, choice)
   print("\n".join(findings.remat_lines(choice, candidates)), flush=True)
   return choice.applied(config)
-
-
-def _check_hlo_file(path: str) -> None:
-  """Raises ConfigError if preflight_hlo_file cannot be written. Changes no file, and leaves no new file."""
-  if not path:
-    return
-  file = pathlib.Path(path).expanduser().resolve()  # of a link, the file that is written
-  existed = file.exists()
-  try:
-    with file.open("a"):
-      pass
-    if not existed:
-      file.unlink()
-  except OSError as error:
-    problem = f"preflight_hlo_file={path}: cannot be written: {error.strerror}"
-    raise ConfigError(f"{problem}. Choose another file.") from error
 
 
 def _separate(config: Config) -> bool:

@@ -2,8 +2,7 @@
 
 With compile_topology=v5e-16 compile_topology_num_slices=3, preflight compiles the exact training step for TPUs that
 this machine does not have; with compile_topology=h100-8 for the GPUs of a host, and several slices are several hosts.
-Without these keys it compiles for the devices of this machine. preflight.hlo_file=FILE writes the compiled step on all
-slices as HLO text, to read with stepcost.
+Without these keys it compiles for the devices of this machine.
 
 Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
 step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full

@@ -7,11 +7,11 @@ and a byte per nanosecond to other slices. There are 2 slices of 2 devices.
 from __future__ import annotations
 
 import pathlib
+import re
 
 import pytest
 
 from stepcost import chips, collectives, costs, hlo, prices, simulation
-from stepcost.__main__ import main
 from stepcost.chips import Chip
 from stepcost.hlo_events import Channel
 from stepcost.prices import Basis, Rates
@@ -291,56 +291,6 @@ def test_attention_kernels_of_tpus_take_as_long_as_their_instructions(chip, keys
   assert timeline.computation[Basis.ATTENTION] == pytest.approx(cycles / chips.find(chip).clock_hz, rel=1e-6)
 
 
-def test_the_command_prints_one_column_per_file(tmp_path, capsys):
-  """On a v5e the clock is 1.5 GHz, and other slices get 25 Gbit/s: 3,125 bytes per microsecond."""
-  first, second = tmp_path / "first.hlo", tmp_path / "second.hlo"
-  first.write_text(module(sent("psum", "p", 3_125_000) + compute("f", 600_000) + received("psum", 3_125_000)))
-  second.write_text(module(compute("f", 3_000_000)))
-  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
-  assert main([str(first), str(second), *devices, "--transfers=3"]) == 0
-  lines = capsys.readouterr().out.splitlines()
-  assert lines[0].startswith("v5e: 1.5 GHz, 197 TFLOP/s") and lines[0].endswith("DCN 25 Gbit/s per device")
-  assert lines[1] == "| per device and step | first.hlo | second.hlo |"
-  rows = {name.strip(): cells for name, *cells in (line.strip("|").split("|") for line in lines[3:] if line[0] == "|")}
-  cells = lambda name: [cell.strip() for cell in rows[name]]
-  assert cells("cycles of fusions") == ["6.000e+05 (0.4 ms)", "3.000e+06 (2.0 ms)"]
-  assert cells("between slices: operands") == cells("between slices: sent") == ["3.12 MB", "0.00 MB"]
-  assert cells("DCN needed") == ["1.0 ms", "0.0 ms"]
-  assert cells("DCN exposed") == ["0.6 ms", "0.0 ms"]
-  assert cells("cycles + exposed DCN") == ["1.0 ms", "2.0 ms"]
-  assert cells("step time") == ["1.0 ms", "2.0 ms"]
-  assert lines[-1] == (
-    "first.hlo: DCN all-reduce x 1, 3.12 MB each: needs 1.0 ms, exposed 0.6 ms; meanwhile 0.4 ms of computation, "
-    "above all f; from psum.send"
-  )
-  assert main([str(first), *devices, "--clock-ghz=0.5", "--dcn-gbps=50"]) == 0
-  text = capsys.readouterr().out
-  assert "| DCN exposed | 0.0 ms |" in text and "| step time | 1.2 ms |" in text
-
-
-@pytest.mark.parametrize(
-  "arguments, message",
-  [
-    (["--chip=v5f"], "--chip=v5f: unknown. Choose one of v4, v5e"),
-    (["--slices=0"], "--slices=0: must be at least 1 and at most 1,024."),
-    (["--clock-ghz=nan"], "--clock-ghz=nan: must be at least 0.01 and at most 100."),
-    (["absent.hlo"], "No such file or directory: 'absent.hlo'"),
-    ([__file__], f"{__file__}: not the text of a scheduled HLO module: is_scheduled=true is not in its first line."),
-    (
-      ["--slices=3"],
-      "file.hlo: --slices=3 x --devices-per-slice=2 is 6 devices, and this program is for 4. Give two numbers whose "
-      "product is 4.",
-    ),
-  ],
-)
-def test_wrong_arguments_of_the_command(tmp_path, capsys, arguments, message):
-  file = tmp_path / "file.hlo"
-  file.write_text(module(""))
-  devices = ["--slices=2", "--devices-per-slice=2", "--chip=v5e"]
-  assert main([*devices, *arguments, str(file)]) == 2
-  assert message in capsys.readouterr().err
-
-
 def sparse_core_program(start: str, update: str, done: str, called: str) -> str:
   """A gather of 100 bytes on a SparseCore, during 60 ns of computation."""
   group = "replica_groups={{0,1},{2,3}}, dimensions={0}"
@@ -421,8 +371,6 @@ def test_collectives_of_sparse_cores_count_in_the_forms_of_both_compilers(opcode
     ),
   ],
 )
-def test_what_has_an_unknown_form_is_refused_by_name(text, said, tmp_path, capsys):
-  file = tmp_path / "file.hlo"
-  file.write_text(text)
-  assert main([str(file), "--slices=2", "--devices-per-slice=2", "--chip=v6e"]) == 2
-  assert said in capsys.readouterr().err
+def test_what_has_an_unknown_form_is_refused_by_name(text, said):
+  with pytest.raises(ValueError, match=re.escape(said)):
+    simulated(text)

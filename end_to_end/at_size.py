@@ -166,13 +166,12 @@ def steps_seconds(directory: Path) -> dict[int, float]:
 
 
 def tools(folder: Path, state_bytes: float, name: str) -> list[Row]:
-  """Verifies, exports and imports the run `name`."""
+  """Verifies and exports the run `name`."""
   log, params = folder / "tools.log", state_bytes / 3
-  directory, exported, imported = (str(folder / part) for part in (name, "exported", "imported"))
+  directory, exported = (str(folder / part) for part in (name, "exported"))
   return [
     Row("verify", run(log, "trainer.tools.verify", directory), PROGRAM + state_bytes, 4 * state_bytes),
     Row("export", run(log, "trainer.tools.export_hf", directory, exported), PROGRAM + params, 2 * params),
-    Row("import", run(log, "trainer.tools.import_hf", exported, imported), PROGRAM + params, 2 * params),
   ]
 
 

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
   from trainer.library import load as load
   from trainer.weights.export import export_run as export_run
   from trainer.weights.generation import Sampling as Sampling
-  from trainer.weights.importing import import_folder as import_folder
   from trainer.weights.model import Model as Model
 
 __version__ = "0.1.0"
@@ -25,7 +24,6 @@ _PLACES = {
   "Run": "trainer.library",
   "Sampling": "trainer.weights.generation",
   "export_run": "trainer.weights.export",
-  "import_folder": "trainer.weights.importing",
   "load": "trainer.library",
 }
 __all__ = tuple(_PLACES)

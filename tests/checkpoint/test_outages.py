@@ -346,7 +346,7 @@ def test_a_refusal_that_passes_is_not_remembered(bucket, monkeypatch):
 
 @pytest.mark.parametrize("address", ["gs:/bucket/x", "s3://", "gs:bucket", "gs://B/x"])
 def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address):
-  from trainer.tools import checkpoints, compare_checkpoints, export_hf, generate, import_hf, report, verify, watch
+  from trainer.tools import checkpoints, compare_checkpoints, export_hf, generate, report, verify, watch
   from trainer.tools.tokenize import __main__ as tokenize
 
   monkeypatch.chdir(tmp_path)
@@ -358,7 +358,6 @@ def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address)
   for main, arguments in [
     (export_hf.main, ["hf", address]),
     (export_hf.main, [address, "out"]),
-    (import_hf.main, ["hf", address]),
     (generate.main, [address, "text"]),
     (report.main, [address]),
     (watch.main, [address]),

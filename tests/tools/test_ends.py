@@ -17,7 +17,6 @@ TOOLS = {
   "generate": ["{run}", "text"],
   "evaluate": ["{run}"],
   "export_hf": ["{run}", "{new}"],
-  "import_hf": ["{run}", "{new}"],
   "preflight": ["configs/base.yml", "run_name=a", "base_output_directory={new}"],
 }
 

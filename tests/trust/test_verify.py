@@ -15,7 +15,7 @@ from trainer.config.errors import ConfigError
 from trainer.tools import compare_checkpoints, verify
 from trainer.trust import replay
 from trainer.trust.receipt_lines import FILE
-from trainer.weights.array_parts import Entry
+from trainer.weights.stored_arrays import Entry
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "

@@ -10,8 +10,10 @@ from tests.support import hf_folders
 from input_pipeline import tokenizer
 from input_pipeline.tokenizer import train_bpe
 from trainer.cluster.launched import shared_token
+from trainer.config import cli
 from trainer.config.load import load
-from trainer.tools import evaluate, export_hf, import_hf, report
+from trainer.config.schema import Config
+from trainer.tools import evaluate, export_hf, report
 from trainer.weights import hf_config, sources
 
 OLD_FIELDS = {
@@ -62,9 +64,12 @@ def test_a_home_folder_is_found_wherever_a_path_is_given(tmp_path, monkeypatch, 
   current = tmp_path / "current"
   current.mkdir()
   monkeypatch.chdir(current)
-  hf_folders.write_folder(tmp_path / "hf", hf_folders.model("qwen3", vocab_size=300), shards=1)
+  cfg = hf_folders.model("qwen3", vocab_size=300)
+  (tmp_path / "hf").mkdir()
   (tmp_path / "hf" / "tokenizer.json").write_text(train_bpe(["a text"], 300))
-  assert import_hf.main(["~/hf", "~/run"]) == 0
+  config = Config(model=cfg, data={"tokenizer_type": "bpe", "tokenizer_path": "~/hf/tokenizer.json"})
+  hf_folders.write_run(tmp_path / "run", config, hf_folders.random_params(cfg))
+  (tmp_path / "run" / "config.yml").write_text(cli.print_config(config))
   assert export_hf.main(["~/run", "~/back"]) == 0
   (tmp_path / "token").write_text("a" * 64)
   assert shared_token("~/token", {})

@@ -13,7 +13,7 @@ from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
-from trainer.weights import array_parts, sources
+from trainer.weights import sources, stored_arrays
 from trainer.weights.model import Model
 
 
@@ -29,7 +29,7 @@ def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
   assert run_id.split(run) == (run, "") and run_id.split(f"{run}@5") == (run, "5")
   for place in (run, f"{run}@5", f"{run}/"):
     assert sources.open_source(place).directory.rstrip("/") == run
-    assert array_parts.entries(place)
+    assert stored_arrays.entries(place)
     assert Model.from_run(place).longest
   assert run_id.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
   with pytest.raises(ConfigError, match=r"'six' is not the number of a step"):

@@ -43,11 +43,6 @@ def check_config(
   Raises ConfigMismatch with a table if a difference changes the model or the data order and its key is not in
   allow_config_change. Arrays of other shapes are never allowed.
   """
-  if "imported" in saved:
-    raise ConfigMismatch(
-      f"the run's folder holds only parameters, imported from {saved['imported']}. Choose another run_name, and set "
-      "load_parameters_path to this folder"
-    )
   if saved.get("format") != FORMAT:
     raise ConfigMismatch(
       f"the checkpoint of step {saved.get('step')} has the format {saved.get('format')}, and this version reads the "

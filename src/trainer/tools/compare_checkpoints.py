@@ -12,7 +12,7 @@ import numpy as np
 
 from trainer import commands
 from trainer.observe import screen
-from trainer.weights.array_parts import Entries, entries
+from trainer.weights.stored_arrays import Entries, entries
 
 _BLOCK = 1 << 20  # values that are compared at once
 

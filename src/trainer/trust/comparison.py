@@ -18,7 +18,7 @@ from trainer.trust import receipt, replay
 from trainer.trust import receipt_lines as lines_lib
 from trainer.trust.receipt_lines import FILE, Line
 from trainer.trust.replay import Replay
-from trainer.weights import array_parts
+from trainer.weights import stored_arrays
 from trainer.world import SINGLE_WORLD
 
 _SHOWN = 5  # differences of one kind that are printed
@@ -116,7 +116,7 @@ def _checkpoints(found: Receipt) -> Iterator[str]:
   for step in folders.steps():
     try:
       meta = folders.verify(step)
-      entries = array_parts.of_checkpoint(folders.directory / str(step), meta)
+      entries = stored_arrays.of_checkpoint(folders.directory / str(step), meta)
       prints = {name: fingerprint.of_host_array(entry.read()) for name, entry in entries.items()}
     except Rejected as reason:
       if not folders.is_gone(step):  # retention of a living run

@@ -23,7 +23,7 @@ from trainer.config.resume import CHANGES_DATA_ORDER, CHANGES_MODEL, CHANGES_STA
 from trainer.process.child import run_child
 from trainer.trust import receipt
 from trainer.trust.receipt_lines import Line, check
-from trainer.weights import array_parts
+from trainer.weights import stored_arrays
 from trainer.world import SINGLE_WORLD
 
 _REPLAY_KEYS = (
@@ -66,7 +66,7 @@ class Replay:
     step = max(self.lines)
     if step not in _checkpoints(self.folders[0]):
       return None
-    ours, theirs = (array_parts.entries(f"{folder}@{step}") for folder in self.folders)
+    ours, theirs = (stored_arrays.entries(f"{folder}@{step}") for folder in self.folders)
     return max(((name, _distance(ours[name].read(), theirs[name].read())) for name in theirs), key=lambda one: one[1])
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent import futures
 from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from rich.filesize import decimal
 
 import trainer
 from input_pipeline import tokenizer as tokenizer_lib
@@ -20,9 +19,7 @@ from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
-from trainer.weights import hf_config, names, safetensors, sources, stacking, tokenizers
-from trainer.weights.array_parts import ArrayParts
-from trainer.weights.importing import ByteProgress
+from trainer.weights import hf_config, names, safetensors, sources, stacking, stored_arrays, tokenizers
 from trainer.weights.new_folder import new_folder
 from trainer.weights.sources import WeightSource
 
@@ -69,9 +66,9 @@ def export(
 ) -> None:
   """Writes `directory`, which must not exist, from a run's checkpoint. report: takes a line of progress.
 
-  The largest tensor and some blocks are in memory. What is read must have the fingerprints of the checkpoint. dtype:
-  float32, float16 or bfloat16; "": every tensor keeps its type. Raises ConfigError if the source is damaged or the
-  folder cannot be written; then nothing is left there.
+  The largest stored array and one tensor are in memory. What is read must have the fingerprints of the checkpoint.
+  dtype: float32, float16 or bfloat16; "": every tensor keeps its type. Raises ConfigError if the source is damaged or
+  the folder cannot be written; then nothing is left there.
   """
   if source.stored:
     raise ConfigError(f"{source.where}: is a Hugging Face folder already. Give RUN_DIR or RUN_DIR@STEP.")
@@ -136,72 +133,31 @@ def _write_shards(
     size += part.nbytes
   name = lambda i: f"model-{i:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else sources.SINGLE
   files = {name(i): group for i, group in enumerate(groups, 1)}
-  left = Counter(part.stored for part in parts)
-  progress = ByteProgress(sum(part.nbytes for part in parts), report)
-  arrays, found = ArrayParts(source.folder), fingerprint.Blocks()
-  memory = _Memory(max(_stored_bytes(source, part) for part in parts))
+  total, done = sum(part.nbytes for part in parts), 0
+  stored, array = "", np.empty(0)
   for file, group in files.items():
-    with (folder / file).open("wb") as out, futures.ThreadPoolExecutor(1) as writer:
+    with (folder / file).open("wb") as out:
       out.write(safetensors.header({part.theirs: (part.dtype, part.weight.their_shape) for part in group}))
       for part in group:
-        entry = source.arrays[part.stored]
-        nbytes = _stored_bytes(source, part)
-        theirs = memory.take(nbytes).view(jnp.dtype(entry["dtype"])).reshape(part.weight.their_shape)
-        try:
-          arrays.read(part.stored, part.index, part.weight.to_ours(theirs), found)
-        except Rejected as error:
-          raise ConfigError(f"{source.where}: {error}. Export another checkpoint.") from error
-        left[part.stored] -= 1
-        if not left[part.stored]:  # the parts of an array follow one another
-          if found.value != entry["fingerprint"]:
-            raise ConfigError(f"{source.where}: {part.stored} is damaged. Export another checkpoint.")
-          found = fingerprint.Blocks()
-        memory.use(writer.submit(safetensors.write, out, theirs, part.dtype, part.theirs), nbytes)
-        progress.add(part.nbytes)
-      memory.wait()
+        if part.stored != stored:  # the parts of an array follow one another
+          stored, array = part.stored, _verified_array(source, part.stored)
+        theirs = np.empty(part.weight.their_shape, array.dtype)
+        part.weight.to_ours(theirs)[...] = array[part.index]
+        safetensors.write(out, theirs, part.dtype, part.theirs)
+        done += part.nbytes
+    report(f"{100 * done // total:3} %: {decimal(done)} of {decimal(total)}")
   return files
 
 
-def _stored_bytes(source: WeightSource, part: _Part) -> int:
-  return math.prod(part.weight.their_shape) * jnp.dtype(source.arrays[part.stored]["dtype"]).itemsize
-
-
-class _Memory:
-  """Memory of the largest tensor, for all: new memory costs more time than to read and to write a tensor.
-
-  While a tensor of at most half this size is written, the next one is read into the other half.
-  """
-
-  def __init__(self, largest: int) -> None:
-    self._bytes = np.empty(-(-largest // 128) * 128, np.uint8)  # both halves begin where any dtype may
-    self._writes: list[futures.Future[None] | None] = [None, None]  # of the halves
-    self._next = 0  # the half that the next small tensor gets
-
-  def take(self, nbytes: int) -> np.ndarray:
-    """Returns uint8 [nbytes] when it is free. Raises what a write that used it has raised."""
-    for half in self._halves(nbytes):
-      self._wait(half)
-    begin = self._halves(nbytes)[0] * len(self._bytes) // 2
-    return self._bytes[begin : begin + nbytes]
-
-  def use(self, write: futures.Future[None], nbytes: int) -> None:
-    """What `take` has returned last is in use until the end of `write`."""
-    for half in self._halves(nbytes):
-      self._writes[half] = write
-    self._next = 1 - self._next
-
-  def wait(self) -> None:
-    """Returns when everything is written. Raises what a write has raised."""
-    self._wait(0)
-    self._wait(1)
-
-  def _halves(self, nbytes: int) -> tuple[int, ...]:
-    return (self._next,) if nbytes <= len(self._bytes) // 2 else (0, 1)
-
-  def _wait(self, half: int) -> None:
-    write, self._writes[half] = self._writes[half], None
-    if write is not None:
-      write.result()
+def _verified_array(source: WeightSource, name: str) -> np.ndarray:
+  """A stored array. Raises ConfigError if it does not have the fingerprint that it was saved with."""
+  try:
+    array = stored_arrays.read_whole(source.folder, name)
+  except Rejected as error:
+    raise ConfigError(f"{source.where}: {error}. Export another checkpoint.") from error
+  if fingerprint.of_host_array(array) != source.arrays[name]["fingerprint"]:
+    raise ConfigError(f"{source.where}: {name} is damaged. Export another checkpoint.")
+  return array
 
 
 def _write_tokenizer(source: WeightSource, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
@@ -230,17 +186,16 @@ def _write_ends(source: WeightSource, folder: Any, tokenizer: BpeTokenizer, ends
   given = {key: name for key, name in named.items() if source.data and getattr(source.data, key)}
   if not (folder / "tokenizer_config.json").exists():
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **named})
-  if "imported" not in source.meta:  # else the files are right as they are
-    given |= {} if tokenizer.bos_id is None else {"bos_token": named["bos_token"]}
-    (folder / "tokenizer.json").write_text(tokenizer.json_of_documents())
-    _name_tokens(folder, given)
+  given |= {} if tokenizer.bos_id is None else {"bos_token": named["bos_token"]}
+  (folder / "tokenizer.json").write_text(tokenizer.json_of_documents())
+  _name_tokens(folder, given)
   found = dict(ends)
   if found["bos_token_id"] is None or "bos_token" in given:
     found["bos_token_id"] = tokenizer.bos_id
   stops = tokenizers.named_stop_ids(ends)
   if not stops:
     found["eos_token_id"] = tokenizer.eos_id
-  elif tokenizer.eos_id not in stops and "imported" not in source.meta:
+  elif tokenizer.eos_id not in stops:
     found["eos_token_id"] = [tokenizer.eos_id, *stops]
   return found
 

@@ -25,7 +25,7 @@ from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe import files
-from trainer.weights import hf_config, names, safetensors, stacking, tiles
+from trainer.weights import hf_config, names, safetensors, stacking
 from trainer.world import SINGLE_WORLD, World, from_primary
 from worlds.lines import warn
 
@@ -84,7 +84,8 @@ class Stored:
 
 
 def _ours(weight: names.Weight, tensor: safetensors.Tensor, index: tuple[slice, ...]) -> np.ndarray:
-  return tiles.contiguous(weight.to_ours(tensor.array())[index])
+  bits = f"u{tensor.dtype.itemsize}"  # numpy copies values of bfloat16 one by one
+  return np.ascontiguousarray(weight.to_ours(tensor.array())[index].view(bits)).view(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class WeightSource:
   @property
   def longest(self) -> int:
     """Tokens of the longest text of the model."""
-    return hf_config.longest(self.model, None if "imported" in self.meta else self.data)
+    return hf_config.longest(self.model, self.data)
 
   def check(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""

@@ -8,7 +8,6 @@ resharding.
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,17 +32,14 @@ def _words(x: jax.Array) -> jax.Array:
   return jax.lax.bitcast_convert_type(x, unsigned).astype(jnp.uint32)
 
 
-def _fingerprint(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
-  """uint32 [3]: sum of the words; sum of the words weighted by position; number of elements that are not finite.
-
-  first: the position of the first element, if x is a part of an array.
-  """
+def _fingerprint(x: jax.Array) -> jax.Array:
+  """uint32 [3]: sum of the words; sum of the words weighted by position; number of elements that are not finite."""
   words = _words(x)
   position = jnp.zeros((), jnp.uint32)
   for dim, size in enumerate(words.shape):
     position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
   # Odd, so that no bit of a word is lost in the product.
-  weight = ((position + jnp.uint32(first)) * jnp.uint32(GOLDEN)) | jnp.uint32(1)
+  weight = (position * jnp.uint32(GOLDEN)) | jnp.uint32(1)
   bad = jnp.zeros(words.shape, jnp.uint32)
   if jnp.issubdtype(x.dtype, jnp.floating):
     odd = (~jnp.isfinite(x)).astype(jnp.uint32)
@@ -53,9 +49,6 @@ def _fingerprint(x: jax.Array, first: jax.Array | int = 0) -> jax.Array:
   zero = jnp.uint32(0)
   operands, dims = (words, words * weight, bad), tuple(range(words.ndim))
   return jnp.stack(jax.lax.reduce(operands, (zero, zero, zero), _add, dims))
-
-
-_of_block = jax.jit(_fingerprint)
 
 
 def _add(a: tuple[jax.Array, ...], b: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -127,27 +120,3 @@ def of_host_array(array: np.ndarray) -> str:
 
 def _hex(sums: np.ndarray) -> str:
   return f"{int(sums[0]):08x}{int(sums[1]):08x}"
-
-
-class Blocks:
-  """The fingerprint of an array in the memory of the host, which comes in blocks, in any order and from any thread."""
-
-  def __init__(self) -> None:
-    self._sums = np.zeros(3, np.uint32)
-    self._lock = threading.Lock()
-
-  def add(self, block: np.ndarray, first: int) -> None:
-    """`block`: contiguous; first: its first element, in the array's order."""
-    flat = jax.device_put(block.reshape(-1), jax.devices("cpu")[0])
-    sums = np.asarray(_of_block(flat, np.uint32(first % 2**32)))
-    with self._lock:
-      self._sums += sums
-
-  @property
-  def value(self) -> str:
-    """16 hex digits, as `collect` returns."""
-    return _hex(self._sums)
-
-  @property
-  def is_finite(self) -> bool:
-    return not self._sums[2]

@@ -16,8 +16,7 @@ slow SLICE SECONDS          every program on the slice takes SECONDS longer; 0 e
 reset                       all slices work, none is slow, and nothing is planned
 drop                        ends the connections of all clients
 exit                        the server process ends at once
-at DISPATCH COMMAND         the command, as soon as so many programs have been dispatched; +N: N more than now
-random SEED MEAN            kills, hangs, slows and cures slices, on average after MEAN dispatches each"""
+at DISPATCH COMMAND         the command, as soon as so many programs have been dispatched; +N: N more than now"""
 
 
 def whole(text: str) -> int:

@@ -10,9 +10,7 @@ import heapq
 import itertools
 import logging
 import os
-import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 from pathways_standin.arguments import COMMANDS
@@ -22,7 +20,6 @@ from pathways_standin.status import CODES
 
 _log = logging.getLogger(__name__)
 
-_RANDOM = "(random)"  # marks a planned command that plans the next one
 _EXIT_CODE = 70  # of a server that was told to exit
 
 
@@ -36,7 +33,6 @@ class Commands:
   def __init__(self, slices: Slices, service: Service) -> None:
     self._slices, self._service = slices, service
     self._planned: list[tuple[int, int, list[str]]] = []  # heap: dispatch, order, command
-    self._random: Iterator[tuple[int, str]] = iter(())
     self._order = itertools.count()
     self._lock = threading.Lock()
     slices.on_dispatch = self._on_dispatch
@@ -128,22 +124,6 @@ class Commands:
       heapq.heappush(self._planned, (at, next(self._order), words[1:]))
     return {"at": at}
 
-  def _do_random(self, words: list[str]) -> dict[str, Any]:
-    _count(words, 2, 2, "random SEED MEAN")
-    seed, mean = words
-    if not _is_whole(seed) or not _is_whole(mean) or int(mean) < 1:
-      raise CommandError(f"random {seed} {mean}: SEED and MEAN must be whole numbers, and MEAN at least 1.")
-    now = self._slices.dispatches
-    with self._lock:
-      self._random = random_faults(int(seed), int(mean), self._slices.devices.slices, start=now)
-      self._plan_random()
-    return {"from": now}
-
-  def _plan_random(self) -> None:
-    """Plans the next random fault; the lock is held."""
-    for at, command in itertools.islice(self._random, 1):
-      heapq.heappush(self._planned, (at, next(self._order), [*command.split(), _RANDOM]))
-
   def _on_dispatch(self, dispatches: int) -> None:
     """Executes what is planned for now. Called by the slices after each dispatch."""
     while self._planned:
@@ -151,9 +131,6 @@ class Commands:
         if not self._planned or self._planned[0][0] > dispatches:
           return
         command = heapq.heappop(self._planned)[2]
-        if command[-1] == _RANDOM:
-          command = command[:-1]
-          self._plan_random()
       try:
         self.execute(command)
       except CommandError as error:
@@ -164,31 +141,6 @@ class Commands:
     if not _is_whole(word) or int(word) >= count:
       raise CommandError(f"{word!r} is no slice. The slices are 0 to {count - 1}.")
     return int(word)
-
-
-def random_faults(seed: int, mean: int, slices: int, start: int = 0) -> Iterator[tuple[int, str]]:
-  """Endless (dispatch, command). At least one slice is always well; a hang ends by itself, because a client that waits
-  for the slice may dispatch nothing more."""
-  rng = random.Random(seed)
-  at, cures = start, dict[int, str]()  # ill slice -> what cures it
-  while True:
-    at += 1 + int(rng.expovariate(1 / mean))
-    well = [s for s in range(slices) if s not in cures]
-    if cures and (len(well) == 1 or rng.random() < 0.5):
-      slice_id = rng.choice(sorted(cures))
-      yield at, cures.pop(slice_id)
-    elif len(well) > 1:
-      slice_id, kind = rng.choice(well), rng.choice(("kill", "hang", "slow"))
-      if kind == "kill":
-        cures[slice_id] = f"revive {slice_id}"
-        yield at, f"kill {slice_id}"
-      elif kind == "hang":
-        yield at, f"hang {slice_id} {rng.uniform(0.1, 3.0):.2f}"
-      else:
-        cures[slice_id] = f"slow {slice_id} 0"
-        yield at, f"slow {slice_id} {rng.uniform(0.001, 0.1):.3f}"
-    else:
-      yield at, f"hang 0 {rng.uniform(0.1, 3.0):.2f}"
 
 
 def _count(words: list[str], least: int, most: int | None, form: str) -> None:

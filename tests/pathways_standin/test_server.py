@@ -196,7 +196,6 @@ def test_a_handle_whose_array_could_not_be_made_keeps_the_error(ask):
     (["kill", "0", "BAD"], "'BAD' is no error code"),
     (["hang", "0", "-1"], "'-1' is no time"),
     (["at", "soon", "drop"], "DISPATCH must be a whole number"),
-    (["random", "1", "0"], "MEAN at least 1"),
   ],
 )
 def test_a_wrong_command_is_explained(server, words, text):

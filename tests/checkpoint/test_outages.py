@@ -346,7 +346,7 @@ def test_a_refusal_that_passes_is_not_remembered(bucket, monkeypatch):
 
 @pytest.mark.parametrize("address", ["gs:/bucket/x", "s3://", "gs:bucket", "gs://B/x"])
 def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address):
-  from trainer.tools import checkpoints, compare_checkpoints, export_hf, generate, report, verify, watch
+  from trainer.tools import checkpoints, export_hf, generate, report, verify, watch
   from trainer.tools.tokenize import __main__ as tokenize
 
   monkeypatch.chdir(tmp_path)
@@ -363,7 +363,6 @@ def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address)
     (watch.main, [address]),
     (verify.main, [address]),
     (checkpoints.main, [address]),
-    (compare_checkpoints.main, [address, address]),
     (tokenize.main, [*keys, "--output", address]),
   ]:
     assert main(arguments) == 2, (main, arguments)

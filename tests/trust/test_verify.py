@@ -1,4 +1,4 @@
-"""tools.verify and tools.compare_checkpoints on runs of a tiny model: what they accept, and what they find."""
+"""tools.verify on runs of a tiny model: what it accepts, and what it finds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from tests.support.command import TINY
 import trainer
 from input_pipeline.synthetic import SyntheticSource
 from trainer.config.errors import ConfigError
-from trainer.tools import compare_checkpoints, verify
+from trainer.tools import verify
 from trainer.trust import replay
 from trainer.trust.receipt_lines import FILE
-from trainer.weights.stored_arrays import Entry
 
 KEYS = (
   "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "
@@ -145,40 +144,3 @@ def test_a_replay_needs_a_checkpoint_before_it(run, capsys):
   shutil.rmtree(run / "checkpoints" / "4")
   code, printed = ended(capsys, run, "--replay", "6:7")
   assert code == 2 and "needs a committed checkpoint of step 5 or before" in printed and "[8, 12]" in printed
-
-
-# ---- compare_checkpoints
-
-
-def compared(capsys, *places) -> tuple[int, str]:
-  code = compare_checkpoints.main(list(map(str, places)))
-  printed = capsys.readouterr()
-  return code, printed.out + printed.err
-
-
-def test_checkpoints_are_compared_array_by_array(runs, capsys):
-  a, b = runs
-  assert compared(capsys, f"{a}@4", f"{b}@4") == (0, "30 arrays compared, 0 differences\n")
-  code, printed = compared(capsys, a, f"{b}@12")
-  assert code == 1 and "params.lm_head: 1024 of 1024 values differ in " in printed, printed
-  assert "step:" not in printed and "30 arrays compared" in printed
-  assert compared(capsys, a / "checkpoints" / "8", f"{a}@8")[0] == 0
-  code, printed = compared(capsys, a, f"{a}@5")
-  assert code == 2 and "has no checkpoint 5; there are [4, 8, 12]" in printed
-
-
-def test_differences_are_counted_in_values_and_bits():
-  entry = lambda x: Entry(x.shape, x.dtype, lambda: x)
-  x = np.array([1.0, -2.0, np.nan, 0.0], np.float32)
-  y = x.copy()
-  y[1] = np.nextafter(np.float32(-2), np.float32(-3))
-  found = lambda ours, theirs: list(compare_checkpoints.differences(ours, theirs, ("a", "b")))
-  assert found({"w": entry(x)}, {"w": entry(x.copy())}) == []
-  assert found({"w": entry(x)}, {"w": entry(y)}) == [
-    "w: 1 of 4 values differ in 1 bits; by at most 2.38e-07, relative 1.19e-07"
-  ]
-  assert found({"w": entry(x)}, {"w": entry(-x)})[0].endswith("by at most inf, relative inf")
-  assert found({"w": entry(x)}, {"w": entry(x[:2])}) == ["w: float32 [4] and float32 [2]"]
-  assert found({"w": entry(x)}, {"v": entry(x)}) == ["w: only in a", "v: only in b"]
-  half = x.astype(np.float16)
-  assert found({"w": entry(x)}, {"w": entry(half)}) == ["w: float32 [4] and float16 [4]"]

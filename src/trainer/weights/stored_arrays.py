@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from input_pipeline.places import Place
-from trainer.checkpoint import checksums, run_id, s3
+from trainer.checkpoint import run_id, s3
 from trainer.checkpoint.errors import Rejected
-from trainer.checkpoint.step_folders import MANIFEST, META, StepFolders
+from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.world import SINGLE_WORLD
 
@@ -33,19 +33,13 @@ Entries = dict[str, Entry]
 def entries(place: str) -> Entries:
   """The arrays of the checkpoint that `place` names. Raises ConfigError, CheckpointError, and Rejected for a checkpoint
   that is damaged."""
-  place = os.path.expanduser(place).rstrip("/")
-  folder = run_id.folder(place)
-  if (folder / META).exists():
-    manifest, meta = (checksums.parse(checksums.read(folder / name), name) for name in (MANIFEST, META))
-    checksums.check(folder, manifest)
-    return of_checkpoint(folder, meta)
-  run, named = run_id.split(place)
+  run, named = run_id.split(os.path.expanduser(place).rstrip("/"))
   step = int(named) if named else None
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()
   if not steps or step not in (None, *steps):
     there = f"checkpoint {step}; there are {steps}" if steps else "checkpoints"
-    raise ConfigError(f"{place}: has no {there}.\nGive RUN_DIR, RUN_DIR@STEP, or the folder of a checkpoint.")
+    raise ConfigError(f"{place}: has no {there}.\nGive RUN_DIR or RUN_DIR@STEP.")
   number = steps[-1] if step is None else step
   return of_checkpoint(folders.directory / str(number), folders.verify(number))
 

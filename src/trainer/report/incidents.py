@@ -1,4 +1,4 @@
-"""What happened in a run besides training, in sentences, with the cost of each event in seconds, tokens and money."""
+"""What happened in a run besides training, in sentences, with the cost of each event in seconds and tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from stepcost import chips
 from trainer.config.errors import counted
 from trainer.observe.metrics import format_duration
 from trainer.report.history import RunHistory
@@ -51,15 +50,7 @@ class Incident:
   why: str
   seconds: float | None = None  # during which no step that counts was completed
   tokens: int | None = None  # trained on again, or not used
-  chips: float | None = None  # that waited for `seconds`
   own_seconds: float | None = None  # the part of `seconds` that is not charged to an incident that began earlier
-
-  def price(self, chip_hour_price: float) -> float | None:
-    """Of own_seconds, in the unit of chip_hour_price; None without a price, or if the time or the chips are not
-    known."""
-    if not chip_hour_price or self.own_seconds is None or self.chips is None:
-      return None
-    return self.own_seconds * self.chips / 3600 * chip_hour_price
 
 
 def find(run: RunHistory) -> list[Incident]:
@@ -116,20 +107,6 @@ def slices_of(event: dict[str, Any]) -> int:
   return len(ids) if isinstance(ids, list) else 1
 
 
-def num_chips(run: RunHistory) -> float | None:
-  """Number of chips of the whole run; None if its devices are not recorded. A device of an unknown kind is a chip."""
-  devices = run.start.get("devices")
-  if not devices:
-    return None
-  chip = chips.find(str(run.start.get("device_kind") or ""))
-  return devices / (chip.devices_per_chip if chip else 1)
-
-
-def _chips_of(run: RunHistory, slices: Any) -> float | None:
-  total, whole = num_chips(run), run.start.get("num_slices")
-  return total * slices / whole if total and whole and isinstance(slices, int) else total
-
-
 def _resizes(run: RunHistory) -> Iterator[Incident]:
   """Lost and returned slices, each with the record of its recovery if the run came to it."""
   recoveries = run.of_kind("recovery")
@@ -165,7 +142,6 @@ def _resize(run: RunHistory, event: dict[str, Any], recovery: dict[str, Any]) ->
     wall=recovery["wall"],
     seconds=recovery.get("seconds"),
     tokens=recovery.get("tokens_lost"),
-    chips=_chips_of(run, after),
   )
 
 
@@ -203,7 +179,6 @@ def _restarts(run: RunHistory) -> Iterator[Incident]:
       step=step,
       seconds=None if code == 0 else max(0.0, ready["wall"] - last),
       tokens=again * tokens_per_step if tokens_per_step else None,
-      chips=num_chips(run),
     )
 
 
@@ -223,7 +198,6 @@ def _hangs(run: RunHistory) -> Iterator[Incident]:
     yield dataclasses.replace(
       _incident(event, ended, _sentence(f"{event['operation'] or 'the step'} did not finish")),
       seconds=silent,
-      chips=num_chips(run),
     )
 
 

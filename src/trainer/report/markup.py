@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import functools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ def macros() -> Any:
   """The macros of page.html. They escape all text, but not what other macros return."""
   loader = jinja2.FileSystemLoader(_FOLDER)
   environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-  environment.filters.update(cell=cell, duration=duration, money=money)
+  environment.filters.update(cell=cell, duration=duration)
   return environment.get_template("page.html").module
 
 
@@ -30,15 +29,9 @@ def page(title: str, body: str) -> str:
   return macros().page(title, (_FOLDER / "page.css").read_text().strip(), body)
 
 
-def picture(text: str, images: Sequence[tuple[int | None, bytes]]) -> str:
-  """A figure of SVG files inside the page, the last for screens wider than those (in pixels) of the others.
-
-  text: what the picture shows, for readers who do not see it.
-  """
-  *others, (_, image) = (
-    (screen, f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}") for screen, data in images
-  )
-  return macros().picture(text, others, image)
+def picture(text: str, image: bytes) -> str:
+  """A figure with an SVG file inside the page. text: what it shows, for readers who do not see it."""
+  return macros().picture(text, f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}")
 
 
 def cell(value: Any, name: str = "") -> str:
@@ -83,10 +76,3 @@ def duration(seconds: float) -> str:
   if seconds >= 600:
     return format_duration(seconds)
   return f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def money(amount: float) -> str:
-  """Two digits after the point; four where two would show nothing. No currency: chip_hour_price has none."""
-  if 0 < amount < 0.0001:
-    return "<0.0001"
-  return f"{amount:.4f}" if 0 < amount < 0.1 else f"{amount:,.2f}"

@@ -47,38 +47,38 @@ def write_or_warn(run_directory: str, log: Log, *, with_goodput: bool, with_page
     log.warning(f"no report: {error!r}; `python -m trainer.tools.report {run_directory}` tries again")
 
 
-def write(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> str:
+def write(run: RunHistory, goodput: dict[str, Any]) -> str:
   """Writes report.html and loss.png into the run directory and returns the report's path.
 
-  goodput: the result of goodput.compute. chip_hour_price: 0: no prices. ConfigError if the run has no completed step.
+  goodput: the result of goodput.compute. ConfigError if the run has no completed step.
   """
-  text, picture = body(run, goodput, chip_hour_price)
+  text, picture = body(run, goodput)
   files.write_bytes(run.directory, PICTURE_FILE, picture)
   files.write_text(run.directory, REPORT_FILE, markup.page(run.name, text))
   return f"{run.directory.rstrip('/')}/{REPORT_FILE}"
 
 
-def body(run: RunHistory, goodput: dict[str, Any], chip_hour_price: float = 0.0) -> tuple[str, bytes]:
+def body(run: RunHistory, goodput: dict[str, Any]) -> tuple[str, bytes]:
   """The report as the body of an HTML page, and the picture of the losses as PNG. Arguments as for `write`."""
   from trainer.report import plots, style  # matplotlib: a second to import
 
   run.require_steps()
   draws = ((plots.loss_over_steps, run), (plots.over_time, run, goodput), (plots.details, run))
-  figures = [[plots.styled(*draw, size) for size in style.PAGE] for draw in draws]
+  figures = [plots.styled(*draw) for draw in draws]
   pictures = "".join(
-    markup.picture(caption, [(size.screen, style.svg(figure)) for size, figure in zip(style.PAGE, of_sizes)])
-    for caption, of_sizes in zip(sections.captions(run, goodput), figures, strict=True)
+    markup.picture(caption, style.svg(figure))
+    for caption, figure in zip(sections.captions(run, goodput), figures, strict=True)
   )
-  return sections_of(run, goodput, pictures, chip_hour_price), style.png(figures[0][-1])
+  return sections_of(run, goodput, pictures), style.png(figures[0])
 
 
-def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str, price: float) -> str:
+def sections_of(run: RunHistory, goodput: dict[str, Any], pictures: str) -> str:
   happened = incidents.find(run)
   parts = [
-    f"{_summary(run, happened)}{_tiles(run, goodput, price)}{pictures}",
+    f"{_summary(run, happened)}{_tiles(run, goodput)}{pictures}",
     sections.evaluation_sets(run),
-    sections.incidents(run, happened, price),
-    sections.goodput(run, goodput, price),
+    sections.incidents(run, happened),
+    sections.goodput(goodput),
     _sample(run),
     _started(run),
     sections.configuration(run.start.get("config"), run.start.get("origins") or {}),
@@ -119,7 +119,7 @@ def _end(run: RunHistory) -> tuple[str, str]:
   return f"{text} (exit code {code}).", tone
 
 
-def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
+def _tiles(run: RunHistory, goodput: dict[str, Any]) -> str:
   last = run.steps[-1]
   speeds = run.tokens_per_second()
   speeds = speeds[np.isfinite(speeds)]
@@ -139,9 +139,6 @@ def _tiles(run: RunHistory, goodput: dict[str, Any], price: float) -> str:
     ("goodput", f"{goodput['goodput_percent']:.2f} %"),
     ("steps done again", f"{goodput['steps_lost']:,}"),
   ]
-  chips = incidents.num_chips(run)
-  if price and chips:
-    tiles.append(("cost of the chips", markup.money(goodput["wall_seconds"] * chips / 3600 * price)))
   return markup.macros().tiles(tiles, _TILE_LETTERS)
 
 

@@ -16,7 +16,6 @@ from matplotlib.ticker import MaxNLocator
 from trainer.report import series, style
 from trainer.report.goodput import elapsed, without_pauses
 from trainer.report.history import Events, RunHistory
-from trainer.report.style import Size
 
 # Rows of the strip of events: label, kind, colour, marker, whether a line goes down through the curves.
 _ROWS = (
@@ -29,6 +28,7 @@ _ROWS = (
   ("checkpoint", "saved_persistent", style.GREY, "|", False),
   ("local checkpoint", "saved_emergency", style.GREY, "|", False),
 )
+_WIDTH = 10.0  # inches
 _MOST_LINES = 60  # more lines would hide the curve
 _MOST_EMPTY = 0.2  # of an axis of time, before the first step
 _EXTREMES = ", extremes"  # after the name of a curve: its lowest and highest values, next to its means
@@ -80,26 +80,26 @@ def styled(draw: Callable[..., Figure], *arguments: Any, **named: Any) -> Figure
     return draw(*arguments, **named)
 
 
-def loss_over_steps(run: RunHistory, size: Size = style.WIDE) -> Figure:
+def loss_over_steps(run: RunHistory) -> Figure:
   """The picture of the run: events, loss and evaluations, and slices, over steps."""
   scale = _Steps()
   slices = run.total_slices > 1
-  figure, strip, axes = _stack(_marks(run), scale, size, heights=(4.2, 0.8 if slices else 0))
+  figure, strip, axes = _stack(_marks(run), scale, heights=(4.2, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)
-  _title(strip, axes[0], f"{_short(run.name)}: loss", size)
+  _title(strip, axes[0], f"{_short(run.name)}: loss")
   if slices:
     _draw_slices(axes[1], run, [series.slices_per_step(run)], "pre", "slices\nused")
-  _label_steps(axes[-1], run, nbins=5 if size.is_narrow else 6)
+  _label_steps(axes[-1], run)
   return figure
 
 
-def over_time(run: RunHistory, goodput: dict[str, Any], size: Size = style.WIDE) -> Figure:
+def over_time(run: RunHistory, goodput: dict[str, Any]) -> Figure:
   """Loss, speed and slices alive over wall time."""
   scale = _Time(goodput)
   slices = run.total_slices > 1
-  figure, strip, axes = _stack(_marks(run), scale, size, heights=(3.2, 1.6, 0.8 if slices else 0))
+  figure, strip, axes = _stack(_marks(run), scale, heights=(3.2, 1.6, 0.8 if slices else 0))
   _draw_loss(axes[0], run, scale)
-  _title(strip, axes[0], "Loss and speed over wall time", size)
+  _title(strip, axes[0], "Loss and speed over wall time")
   if len(run.steps) > series.MAX_POINTS:
     every = scale.curve(run, run.steps, run.tokens_per_second(), series.extremes)
     axes[1].plot(*every, color=style.SKY, linewidth=0.9, alpha=0.7, label="tokens/s of a step")
@@ -124,11 +124,11 @@ def _first_time(run: RunHistory, scale: _Time) -> float:
   return first - 0.02 * (scale.end - first) if first > _MOST_EMPTY * scale.end else 0.0
 
 
-def details(run: RunHistory, size: Size = style.WIDE) -> Figure:
+def details(run: RunHistory) -> Figure:
   """Distribution of step times, gradient norm, learning rate, and the load of the experts if there are any."""
   parts = 3 + run.has_experts
-  shape = (parts, 1) if size.is_narrow else (parts // 2, 2) if run.has_experts else (1, parts)
-  figure = Figure(figsize=(size.inches, 2.6 * shape[0]), layout="constrained")
+  shape = (parts // 2, 2) if run.has_experts else (1, parts)
+  figure = Figure(figsize=(_WIDTH, 2.6 * shape[0]), layout="constrained")
   times, *others = figure.subplots(*shape).flat
   _draw_step_times(times, run)
   first, second = others[:2]
@@ -206,20 +206,17 @@ def _legend_above(axis: Axes) -> None:
   axis.legend(handles=handles, fontsize=9, loc="upper right", borderaxespad=0.2, borderpad=0.2)
 
 
-def _stack(
-  marks: list[_Mark], scale: _Scale, size: Size, *, heights: Sequence[float]
-) -> tuple[Figure, Axes, list[Axes]]:
+def _stack(marks: list[_Mark], scale: _Scale, *, heights: Sequence[float]) -> tuple[Figure, Axes, list[Axes]]:
   """A figure of rows that share the horizontal axis: the strip of events on top, then one Axes per height > 0."""
   heights = [height for height in heights if height]
   strip_height = max(0.12, 0.24 * len(marks))
-  # A narrow figure has its two legends below each other.
-  figure = Figure(figsize=(size.inches, (1.9 if size.is_narrow else 0.9) + strip_height + sum(heights)))
+  figure = Figure(figsize=(_WIDTH, 0.9 + strip_height + sum(heights)))
   figure.set_layout_engine("constrained")
   rows = figure.subplots(1 + len(heights), 1, sharex=True, height_ratios=[strip_height, *heights], squeeze=False)[:, 0]
   strip, axes = rows[0], list(rows[1:])
   strip.set_ylim(-0.5, max(0.5, len(marks) - 0.5))
   strip.invert_yaxis()
-  strip.set_yticks(range(len(marks)), ["" if size.is_narrow else label for label, *_ in marks], fontsize=9)
+  strip.set_yticks(range(len(marks)), [label for label, *_ in marks], fontsize=9)
   strip.tick_params(axis="both", length=0, labelbottom=False)
   for spine in strip.spines.values():
     spine.set_visible(False)
@@ -231,8 +228,6 @@ def _stack(
       for axis in axes:
         for x in xs:
           axis.axvline(x, color=color, linewidth=0.9, linestyle=(0, (4, 3)), alpha=0.7, zorder=0)
-  if size.is_narrow and marks:
-    figure.legend(*strip.get_legend_handles_labels(), loc="outside lower left", ncols=2, fontsize=9)
   return figure, strip, axes
 
 
@@ -254,16 +249,12 @@ def _next_step(run: RunHistory, event: dict[str, Any]) -> int | None:
   return int(later.min()) if len(later) else None
 
 
-def _title(strip: Axes, labelled: Axes, text: str, size: Size) -> None:
-  """Title on the left. The legend of `labelled` follows on the right, or below in a narrow figure: over no curve."""
+def _title(strip: Axes, labelled: Axes, text: str) -> None:
+  """Title on the left. The legend of `labelled` follows on the right: over no curve."""
   handles, labels = labelled.get_legend_handles_labels()
   look: dict[str, Any] = {"fontsize": 9, "columnspacing": 1.2, "handlelength": 1.4, "borderaxespad": 0.2}
-  if size.is_narrow:
-    strip.set_title(text, pad=36)
-    look |= {"loc": "lower left", "bbox_to_anchor": (0.0, 1.0), "borderpad": 0, "ncols": 2}
-  else:
-    strip.set_title(text, pad=8)
-    look |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(labels)}
+  strip.set_title(text, pad=8)
+  look |= {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "ncols": len(labels)}
   strip.legend(handles, labels, **look).set_in_layout(False)  # the pad keeps its place: it must not move the axes
 
 

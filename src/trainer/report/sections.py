@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from trainer.observe.metrics import format_duration
-from trainer.report import incidents as incidents_lib
 from trainer.report import markup
 from trainer.report.goodput import BUCKETS, without_pauses
 from trainer.report.history import Events, RunHistory
@@ -70,18 +69,16 @@ _DATA = {
 _MOST_ROWS = 1000  # of a table; a million events would make a page that no browser opens
 
 
-def incidents(run: RunHistory, happened: list[Incident], price: float) -> str:
-  """What happened besides training, one row per incident: what, why, and its cost. price: of a chip for an hour."""
+def incidents(run: RunHistory, happened: list[Incident]) -> str:
+  """What happened besides training, one row per incident: what, why, and its cost."""
   if not happened:
     return markup.macros().section("What happened", "No slice was lost, and no process ended early.")
   shown = happened[-_MOST_ROWS:]
   some = f" The last {len(shown):,} are shown." if len(shown) < len(happened) else ""
   tokens = sum(incident.tokens or 0 for incident in happened)
-  prices = [incident.price(price) for incident in happened]
-  total = f" and {markup.money(sum(filter(None, prices)))}" if any(value is not None for value in prices) else ""
   seconds = markup.duration(sum(incident.own_seconds or 0.0 for incident in happened))
-  text = f"{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens{total} together.{some}"
-  return markup.macros().incidents(text, shown, price, incidents_lib.num_chips(run), _phases(run))
+  text = f"{markup.count(len(happened), 'event')} cost {seconds}, {tokens:,} tokens together.{some}"
+  return markup.macros().incidents(text, shown, _phases(run))
 
 
 def captions(run: RunHistory, result: dict[str, Any]) -> list[str]:
@@ -140,7 +137,7 @@ def _phases(run: RunHistory) -> str:
   return markup.macros().folded(f"The parts of {markup.count(len(recoveries), 'recovery', 'recoveries')}", table)
 
 
-def goodput(run: RunHistory, result: dict[str, Any], price: float) -> str:
+def goodput(result: dict[str, Any]) -> str:
   """Where the wall time went: one bar of 100 %, and a row for each of its parts. result: of goodput.compute."""
   buckets = [
     {"name": name, "color": color, "width": share, "share": f"{share:.2f}", "seconds": result["seconds"][bucket]}
@@ -152,7 +149,7 @@ def goodput(run: RunHistory, result: dict[str, Any], price: float) -> str:
     f"{result['goodput_percent']:.2f} % of {format_duration(result['wall_seconds'])} "
     f"(hours:minutes:seconds{without_pauses(result)}) were steps that count."
   )
-  return markup.macros().goodput(text, buckets, price * (incidents_lib.num_chips(run) or 0.0))
+  return markup.macros().goodput(text, buckets)
 
 
 def configuration(values: dict[str, Any] | None, origins: dict[str, str]) -> str:

@@ -6,7 +6,6 @@ built without pyplot, so there is no global state and no display.
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import re
@@ -65,19 +64,6 @@ def short_number(number: float) -> str:
     if number >= unit:
       return f"{number / unit:.3g}{name}"
   return f"{number:.0f}" if math.isfinite(number) else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-  """A width to draw for. The height of a figure is the same in all."""
-
-  inches: float
-  screen: int | None = None  # pixels: of the widest screen that it is for; None: of any wider one
-  is_narrow: bool = False
-
-
-NARROW, WIDE = Size(4.7, screen=640, is_narrow=True), Size(10.0)
-PAGE = (NARROW, WIDE)
 
 
 def png(figure: Figure) -> bytes:

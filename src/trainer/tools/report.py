@@ -6,7 +6,6 @@ import argparse
 import os
 
 from trainer import commands
-from trainer.config.option_types import real
 from trainer.observe import screen
 from trainer.report import goodput, history, page
 
@@ -19,16 +18,13 @@ def main(argv: list[str] | None = None) -> int:
     type=os.path.expanduser,
     help="{base_output_directory}/{run_name}, local, gs:// or s3://",
   )
-  parser.add_argument(
-    "--chip-hour-price", type=real(0, 1e9), default=0.0, help="price of a chip for an hour: show what each event cost"
-  )
   return commands.main(parser, _report, argv)
 
 
 def _report(options: argparse.Namespace) -> None:
   for directory in options.run_directory:
     run = history.load_with_steps(directory)
-    print(page.write(run, goodput.compute(run), options.chip_hour_price))
+    print(page.write(run, goodput.compute(run)))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import numpy as np
 
 LANES = 128
 BLOCK = 1024  # queries and keys; half of it for wide heads
-# Of the scores that are computed at a time: keys in the forward pass, queries and keys in the backward pass. Found by
-# end_to_end/benchmarks/attention_kernels.py, as the sizes of blocks.
+# Of the scores that are computed at a time: keys in the forward pass, queries and keys in the backward pass. With
+# these sizes, as with those of blocks, the compiler's schedules have the fewest instructions (libtpu 0.0.52).
 TILE = 512
 # A step of the grid: a block of queries << 19 | a block of keys << 6 | what to do there.
 RUN, FIRST, LAST, MASKED, FIRST_OF_QUERIES, LAST_OF_QUERIES = (1 << bit for bit in range(6))

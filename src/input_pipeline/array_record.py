@@ -54,7 +54,7 @@ def scan(piece: Piece, decode: Callable[[bytes], X]) -> Iterator[X | BadRecord]:
 def decoder(file_type: str, column: str) -> Callable[[bytes], Document]:
   """The function that makes a document of a record. It raises ValueError for a record of another format."""
   decoders: dict[str, Callable[[bytes], Document]] = {
-    "arrayrecord": partial(tf_example.feature, name=column),
+    "arrayrecord": partial(tf_example.document, name=column),
     "arrayrecord_text": lambda record: record.decode("utf-8"),
     "arrayrecord_uint16": lambda record: np.frombuffer(record, "<u2"),
     "arrayrecord_int32": lambda record: np.frombuffer(record, "<i4"),

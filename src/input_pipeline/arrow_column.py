@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline import conversations
-from input_pipeline.documents import BadRecord, Conversation, Document, Piece
+from input_pipeline import record
+from input_pipeline.documents import BadRecord, Document, Piece
 from input_pipeline.errors import ConfigError
 
 
@@ -49,28 +49,36 @@ def documents(batch: Any, names: Sequence[str], place: str, first: int = 0) -> I
   Raises ConfigError if they are neither texts, lists of integers, nor lists of messages. A column of nulls may have any
   type.
   """
-  values = batch.column(names[0])
-  for name in names[1:]:
-    values = values.flatten()[values.type.get_field_index(name)]  # null where the column above it is null
+  values = _values(batch, names)
   column, types = ".".join(names), importlib.import_module("pyarrow.types")
   kind = values.type
   while types.is_dictionary(kind) or types.is_run_end_encoded(kind):  # a categorical column of pandas, for example
     kind = kind.value_type
-  if types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind):
+  if not (_is_text(types, kind) or (_is_list(types, kind) and _has_documents(types, kind.value_type))):
+    if any(value.as_py() is not None for value in values):
+      raise ConfigError(
+        f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, of lists of "
+        "integers (token ids), or of lists of messages with role and content."
+      )
+  elif others := beside(batch.schema, names):
+    columns = {path[-1]: _values(batch, path).to_pylist() for path in others}
+    for number, one in enumerate(values.to_pylist()):
+      if one is not None:
+        fields = {name: column[number] for name, column in columns.items()}
+        yield _document(one, fields, f"row {first + number} of {place}")
+  elif _is_text(types, kind):
     # Not drop_null: Arrow has none for the types that end in _view, and encoded values hide their nulls.
     yield from (text for text in values.to_pylist() if text is not None)
-  elif _is_list(types, kind) and (types.is_integer(kind.value_type) or types.is_null(kind.value_type)):
+  elif types.is_struct(kind.value_type):
+    for number, one in enumerate(values.to_pylist(), first):
+      if one is not None:
+        yield _document(one, {}, f"row {number} of {place}")
+  else:
     yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
-  elif _is_list(types, kind) and types.is_struct(kind.value_type):
-    beside = _beside(batch)
-    for number, (record, others) in enumerate(zip(values.to_pylist(), beside), first):
-      if record is not None:
-        yield _conversation(record, others, f"row {number} of {place}")
-  elif any(value.as_py() is not None for value in values):
-    raise ConfigError(
-      f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, of lists of "
-      "integers (token ids), or of lists of messages with role and content."
-    )
+
+
+def _is_text(types: Any, kind: Any) -> bool:
+  return types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
 
 
 def _is_list(types: Any, kind: Any) -> bool:
@@ -78,22 +86,34 @@ def _is_list(types: Any, kind: Any) -> bool:
   return of_plain or types.is_list_view(kind) or types.is_large_list_view(kind)
 
 
-def _conversation(record: list[Any], beside: dict[str, Any], place: str) -> Conversation | BadRecord:
+def _has_documents(types: Any, value: Any) -> bool:
+  """Whether lists of a type can be token ids or messages."""
+  return types.is_integer(value) or types.is_null(value) or types.is_struct(value)
+
+
+def _document(found: Any, fields: dict[str, Any], place: str) -> Document | BadRecord:
   try:
-    return conversations.parse(record, beside)
+    return record.of_value(found, fields)
   except ValueError as error:
     return BadRecord(f"{place}: {error}.")
 
 
-def beside(schema: Any) -> list[str]:
-  """The columns that matter to conversations in another column."""
-  return sorted(conversations.BESIDE & set(schema.names))
+def beside(schema: Any, names: Sequence[str]) -> list[list[str]]:
+  """The columns beside a column that say what of its documents is trained, or would be lost. names: of `find`."""
+  types, fields = importlib.import_module("pyarrow.types"), list(schema)
+  for name in names[:-1]:
+    fields = _fields(types, next(field for field in fields if field.name == name))
+  kind = next((field.type for field in fields if field.name == names[-1]), None) if names else None
+  wanted = record.BESIDE if kind is not None and _is_list(types, kind) else record.BESIDE_TEXT
+  return [[*names[:-1], field.name] for field in fields if field.name in wanted and field.name not in names[-1:]]
 
 
-def _beside(batch: Any) -> list[dict[str, Any]]:
-  """The values of `beside` in each row."""
-  known = {name: batch.column(name).to_pylist() for name in beside(batch.schema)}
-  return [{name: column[row] for name, column in known.items()} for row in range(len(batch))]
+def _values(batch: Any, names: Sequence[str]) -> Any:
+  """The values of a column, or of a field of a nested column: null where the column above it is null."""
+  values = batch.column(names[0])
+  for name in names[1:]:
+    values = values.flatten()[values.type.get_field_index(name)]
+  return values
 
 
 def _lists(types: Any, values: Any, token: Any, place: str) -> Iterator[np.ndarray | BadRecord]:

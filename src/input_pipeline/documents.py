@@ -65,13 +65,15 @@ class LongText:
 
 # A text, the integer token ids [n] of a document that is tokenised already, or a conversation.
 Document: TypeAlias = str | LongText | np.ndarray | MaskedIds | Conversation
+UNMASKED, MASKED = "token ids", "token ids with a mask"
 KINDS = {
   str: "text",
   LongText: "text",
-  np.ndarray: "token ids",
-  MaskedIds: "token ids",
+  np.ndarray: UNMASKED,
+  MaskedIds: MASKED,
   Conversation: "conversations",
 }
+TOKENS = frozenset((UNMASKED, MASKED))
 JSON_OF_MESSAGES = "texts that are JSON of messages"
 
 
@@ -174,11 +176,11 @@ class Documents:
           continue
         if not len(document):
           continue
-        kind = kind or KINDS[type(document)]
-        if KINDS[type(document)] != kind:
+        found = KINDS[type(document)]
+        kind = kind or found
+        if found != kind and not (self.elements and {found, kind} <= TOKENS):
           raise ConfigError(
-            f"{place(piece, number)} is {KINDS[type(document)]}, and documents before it are not. Give documents of "
-            "one kind."
+            f"{place(piece, number)} is {found}, and documents before it are not. Give documents of one kind."
           )
         if isinstance(document, LongText):
           document = LongText(len(document), _hashed(document.parts, content))
@@ -199,6 +201,10 @@ class Documents:
       is_json = isinstance(document, str) and _is_json_of_messages(document)
       return JSON_OF_MESSAGES if is_json else KINDS[type(document)]
     raise ConfigError(f"{self.name} has no documents. Give files with at least one document that is not empty.")
+
+  def may_be_masked(self, max_bad_records: int) -> bool:
+    """Whether some documents may be MaskedIds. Raises ConfigError as `kind`."""
+    return bool(self.elements) or self.kind(max_bad_records) == MASKED
 
 
 def _add(content: Any, document: str | np.ndarray | MaskedIds | Conversation) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from input_pipeline import contents, conversations, jsonl
+from input_pipeline import contents, record
 from input_pipeline.batch import Example, empty_example
-from input_pipeline.documents import BadRecord, Document, Documents, MaskedIds, Piece, uncut
+from input_pipeline.documents import BadRecord, Document, Documents, Piece, uncut
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.source import Source
 
@@ -190,37 +190,14 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
 
 
 def document(element: Any, column: str) -> Document:
-  """The text, token ids, masked token ids, or conversation of an element. Raises ValueError for another element.
+  """The text, token ids, or conversation of an element. Raises ValueError for another element.
 
   An element is a document, a pair of ids and mask, or a mapping with a document in `column` and perhaps a `mask`.
   """
-  found, mask = element if isinstance(element, tuple) and len(element) == 2 else (element, None)
   if isinstance(element, Mapping):
-    found, mask = jsonl.field(dict(element), column), element.get("mask")
-    if found is jsonl.ABSENT:
-      raise ValueError(
-        f"it has the fields {', '.join(map(str, element))}, and no field {column}. Set train_data_columns to the field "
-        "with the document, or give examples with the fields inputs and targets"
-      )
-    if isinstance(found, list) and any(isinstance(part, Mapping) for part in found):
-      return conversations.parse(found, element)
-  if isinstance(found, bytes):
-    found = found.decode()  # UnicodeDecodeError is a ValueError
-  if found is None or (isinstance(found, str) and mask is None):
-    return str(found or "")
-  ids = np.asarray(found)
-  if ids.ndim != 1 or (len(ids) and ids.dtype.kind not in "iu"):
-    raise ValueError(
-      f"it is a {type(found).__name__} of {ids.dtype} with shape {ids.shape}. A document is a string without a mask, "
-      "or a list of integers; batches are made here: give the dataset before .batch"
-    )
-  if mask is None:
-    return ids.astype(np.int64)
-  if np.shape(mask) != ids.shape or (ids < 0).any():
-    raise ValueError(
-      f"its mask has shape {np.shape(mask)}, and its ids {ids.shape}. Give a number for each id from 0 on"
-    )
-  return MaskedIds(np.where(np.asarray(mask) != 0, ids, ~ids.astype(np.int64)))
+    return record.of_fields(element, column)
+  found, mask = element if isinstance(element, tuple) and len(element) == 2 else (element, None)
+  return record.of_value(found, {"mask": mask})
 
 
 def _bytes(element: Any, column: str) -> int:

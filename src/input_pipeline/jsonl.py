@@ -8,16 +8,13 @@ import json
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
-import numpy as np
-
-from input_pipeline import conversations, first_bytes, packages, storage
+from input_pipeline import conversations, first_bytes, packages, record, storage
 from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
 from input_pipeline.errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst")
-ABSENT = object()
 
 
 def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
@@ -47,11 +44,9 @@ def _document(piece: Piece, number: int, line: bytes, column: str) -> Document |
     if number == 1 and not piece.start and (known := first_bytes.problem(line[:512], lines=True)):
       return BadRecord(f"{piece.path} cannot be read as JSONL. {known}.")
     number += line_number(piece.path, piece.start) - 1 if piece.start else 0
-    remedy = f'Every line must be like {{"{column}": "..."}}, {{"{column}": [1, 2, 3]}} or'
-    remedy += (
-      f' {{"{column}": [{{"role": "user", "content": "..."}}]}}. Set train_data_columns to the name of the field.'
-    )
-    return BadRecord(f"{piece.path}:{number}: {error}. {remedy}")
+    like = ('"..."', "[1, 2, 3]", '[{"role": "user", "content": "..."}]')
+    remedy = " or ".join(f'{{"{column}": {one}}}' for one in like)
+    return BadRecord(f"{piece.path}:{number}: {error}. Every line must be like {remedy}.")
 
 
 def cut(piece: Piece, limit: int) -> list[Piece]:
@@ -72,45 +67,11 @@ def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
 
 
 def value(line: bytes, column: str) -> Document:
-  """The text, the token ids as int64, or the conversation in the field `column` of a line of JSON, or in nested fields
-  (`meta.text`).
-
-  A null is an empty text. Raises ValueError if there is no such field, or it has another type.
-  """
+  """The document in the field `column` of a line of JSON. Raises ValueError as `record.of_fields`."""
   try:
-    record = json.loads(line)
+    return record.of_fields(json.loads(line), column)
   except RecursionError:
     raise ValueError("nested too deep") from None
-  found, beside = field(record, column), _beside(record, column)
-  if found is None:
-    return ""
-  if isinstance(found, str):
-    return found
-  if isinstance(found, list) and all(type(token) is int and abs(token) < 2**62 for token in found):
-    return np.array(found, np.int64)
-  if isinstance(found, list) and any(isinstance(part, dict) for part in found):
-    return conversations.parse(found, beside)
-  raise ValueError(f'no field "{column}" with a string, a list of integers or a list of messages')
-
-
-def field(record: Any, column: str) -> Any:
-  """The value of the field `column`, or of nested fields; None below a null; ABSENT without such a field."""
-  if not isinstance(record, dict):
-    return ABSENT
-  if column in record:
-    return record[column]
-  head, _, rest = column.partition(".")
-  if not rest or head not in record:
-    return ABSENT
-  return None if record[head] is None else field(record[head], rest)
-
-
-def _beside(record: Any, column: str) -> dict[str, Any]:
-  """The mapping that has the field `column`."""
-  if isinstance(record, dict) and column not in record and "." in column:
-    head, _, rest = column.partition(".")
-    return _beside(record.get(head), rest)
-  return record if isinstance(record, dict) else {}
 
 
 def _suffix(piece: Piece) -> str:

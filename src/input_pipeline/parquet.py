@@ -37,7 +37,7 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
 def _documents(arrow: Any, file: Any, group: int, piece: Piece, names: list[str]) -> Iterator[Document | BadRecord]:
   """Yields the documents of a row group of an open file."""
   rows = 0
-  columns = [".".join(names), *(name for name in arrow_column.beside(file.schema_arrow) if name != names[0])]
+  columns = [".".join(path) for path in (names, *arrow_column.beside(file.schema_arrow, names))]
   try:
     for batch in file.iter_batches(batch_size=_ROWS, columns=columns, row_groups=[group]):
       yield from arrow_column.documents(batch, names, f"row group {group} of {piece.path}", rows)

@@ -15,13 +15,21 @@ import numpy as np
 
 from input_pipeline import best_fit, cache, contents, conversations, store, windows
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.documents import BadRecord, BadRecords, Conversation, Document, Documents, LongText, MaskedIds
+from input_pipeline.documents import (
+  BadRecord,
+  BadRecords,
+  Conversation,
+  Document,
+  Documents,
+  LongText,
+  MaskedIds,
+)
 from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.progress import tell
 from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
 
 # Increase it when the files change, or the way in which documents become windows.
-FORMAT = 2
+FORMAT = 3
 META = "meta.json"
 PACKINGS = {"split": windows.split, "best_fit": best_fit.pack, "none": windows.single}
 # Characters or tokens that are processed at a time. The tokenizer needs about 100 bytes of memory for each character.
@@ -48,8 +56,8 @@ def build(
   `tokenizer`: of documents that are text; None if all documents are tokens. `vocab_size`: all tokens are below it.
   Raises ConfigError if a document cannot be read or has other tokens.
   """
-  may_be_masked = tokenizer is None and any(documents.elements for documents in splits.values())
-  dtype = "<i4" if may_be_masked or isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
+  is_masked = tokenizer is None and any(one.may_be_masked(max_bad_records) for one in splits.values())
+  dtype = "<i4" if is_masked or isinstance(tokenizer, ChatTokenizer) else "<u2" if vocab_size <= 2**16 else "<u4"
   if shortage := _shortage(folder, splits, tokenizer, np.dtype(dtype).itemsize):
     tell(f"warning: {shortage}")
   known: dict[str, dict[str, Any]] = {}

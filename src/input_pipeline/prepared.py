@@ -14,7 +14,7 @@ import numpy as np
 from input_pipeline import cache, chat_template, contents, prepare, store, windows, workers
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.documents import JSON_OF_MESSAGES, BadRecords, Documents, LongText
+from input_pipeline.documents import JSON_OF_MESSAGES, TOKENS, BadRecords, Documents, LongText
 from input_pipeline.errors import ConfigError
 from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
@@ -89,7 +89,7 @@ def check(cfg: DataOptions, splits: Mapping[str, Documents], vocab_size: int, ca
   `vocab_size`. `splits`: {} for text, whose files have been checked with the configuration.
   """
   kinds = {_kind(cfg, documents, call) for documents in splits.values()}
-  if cfg.dataset_type == "text" or kinds - {"token ids"}:
+  if cfg.dataset_type == "text" or kinds - TOKENS:
     tokenizer = _given_tokenizer(cfg)
     _require_fit(tokenizer, vocab_size)
     if "conversations" in kinds:
@@ -237,11 +237,11 @@ def tokenizer_of(
   Raises ConfigError if the splits have different kinds of documents, or the tokenizer has more than `vocab_size` ids.
   """
   kinds = {split: _kind(cfg, documents, call) for split, documents in splits.items()}
-  if len(set(kinds.values())) > 1:
+  if len(set(kinds.values()) - TOKENS) + bool(TOKENS & set(kinds.values())) > 1:
     found = ", ".join(f"{split}: {kind}" for split, kind in kinds.items())
     raise ConfigError(f"The splits of a dataset must have the same kind of documents ({found}). Give other files.")
   first = next(iter(splits))
-  if kinds[first] == "token ids":
+  if kinds[first] in TOKENS:
     return None
   base = given.base if isinstance(given, ChatTokenizer) else given
   if kinds[first] == "conversations":

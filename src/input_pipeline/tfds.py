@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from input_pipeline import packages
+from input_pipeline import packages, record
 from input_pipeline.documents import BadRecord, Document, Piece
 from input_pipeline.errors import ConfigError
 
 _PACKAGE = {"package": "tensorflow-datasets", "extra": "tfds", "reason": "dataset_type=tfds"}
-_UNREADABLE = (RuntimeError, IndexError, OSError, UnicodeDecodeError)
+_UNREADABLE = (RuntimeError, IndexError, OSError)
 _READ_AT_ONCE = 256  # records; one call for each record is slow
 
 
@@ -60,30 +58,21 @@ def read(piece: Piece, folder: str, split: str, column: str) -> Iterator[Documen
   for start in range(0, examples, _READ_AT_ONCE):
     numbers = range(start, min(start + _READ_AT_ONCE, examples))
     try:
-      found = [_document(example[column], column, folder) for example in source.__getitems__(numbers)]
-    except _UNREADABLE:
-      yield from (_one(open_shard, number, piece, column, folder) for number in numbers)
+      found = [record.of_fields(example, column) for example in source.__getitems__(numbers)]
+    except (ValueError, *_UNREADABLE):
+      yield from (_one(open_shard, number, piece, column) for number in numbers)
     else:
       yield from found
 
 
-def _one(open_source: Callable[[], Any], number: int, piece: Piece, column: str, folder: str) -> Document | BadRecord:
+def _one(open_source: Callable[[], Any], number: int, piece: Piece, column: str) -> Document | BadRecord:
   """The document of example `number` of a shard. `open_source`: a reader that failed once is useless."""
   try:
-    return _document(open_source()[number][column], column, folder)
+    return record.of_fields(open_source()[number], column)
+  except ValueError as error:
+    return BadRecord(f"record {number} of {piece.path}: {error}.")
   except _UNREADABLE as error:
     return BadRecord(f"record {number} of {piece.path} cannot be read ({error}). Prepare the dataset again.")
-
-
-def _document(value: Any, column: str, folder: str) -> Document:
-  if isinstance(value, bytes):
-    return value.decode("utf-8")
-  if isinstance(value, np.ndarray) and value.ndim == 1 and np.issubdtype(value.dtype, np.integer):
-    return value
-  raise ConfigError(
-    f"train_data_columns={column}: in {folder} it is a {type(value).__name__} with shape {np.shape(value)}. Choose a "
-    "feature with a text, or with one list of integers (token ids)."
-  )
 
 
 def _builder(folder: str) -> Any:

@@ -75,8 +75,8 @@ def large_token(folder: Path) -> dict[str, str]:
 
 
 WRITERS = [
-  (jsonl, "text", rf"data.jsonl:{BAD + 1}: no field"),
-  (compressed, "text", rf"data.jsonl.gz:{BAD + 1}: no field"),
+  (jsonl, "text", rf"data.jsonl:{BAD + 1}: its body is a int"),
+  (compressed, "text", rf"data.jsonl.gz:{BAD + 1}: its body is a int"),
   (parquet, "tokens", r"row group 2 of .*data.parquet: a list of column body contains a null"),
   (not_utf8, "text", rf"record {BAD} of .*data.array_record: 'utf-8' codec"),
   (damaged, "tokens", rf"record {BAD} of .*data.array_record cannot be read"),

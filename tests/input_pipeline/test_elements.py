@@ -15,7 +15,7 @@ import grain
 import numpy as np
 import pytest
 from tests.support import tfds_dataset
-from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, write_jsonl, write_records
+from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, tf_example_of, write_jsonl, write_records
 
 from input_pipeline import elements
 from input_pipeline.batch import Batch, DataError, Example
@@ -151,6 +151,60 @@ def test_tokens_outside_the_mask_have_weight_0(tmp_path):
     assert rows[20][0] == [20, 0, 0, 0] and rows[20][1].tolist() == [0, 0, 0, 0]
 
 
+MASKED = [{"ids": [10 + n, 11, 12, 13], "mask": [n % 2, 0, 1, 1]} for n in range(20)]
+
+
+def as_field(name: str, row: dict) -> list[int]:
+  """What a field with this name says as the mask does."""
+  return [id if one else -100 for id, one in zip(row["ids"], row["mask"])] if name == "labels" else row["mask"]
+
+
+@pytest.mark.parametrize("name", ["mask", "loss_mask", "completion_mask", "assistant_masks", "labels", "meta.mask"])
+def test_the_mask_of_a_record_is_used_in_each_format(tmp_path, name):
+  arrow, parquet = (pytest.importorskip(one, reason="bash setup.sh --arrow") for one in ("pyarrow", "pyarrow.parquet"))
+  rows = [{"body": row["ids"], name: as_field(name, row), "attention_mask": [1] * 4, "id": 1} for row in MASKED]
+  column, flat = "body", rows
+  if "." in name:
+    column, rows = "meta.body", [{"meta": {"body": row["ids"], "mask": row["mask"]}} for row in MASKED]
+  want = everything(of(tmp_path, [(row["ids"], row["mask"]) for row in MASKED], packing="none", max_target_length=4))
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+  files = {"jsonl": tmp_path / "a.jsonl", "parquet": tmp_path / "a.parquet"}
+  if rows is flat:
+    examples = [tf_example_of({key: np.array(value) for key, value in row.items() if key != "id"}) for row in rows]
+    files["arrayrecord"] = Path(write_records(tmp_path / "a", examples))
+  for kind, file in files.items():
+    keys = {"grain_train_files": str(file), "grain_file_type": kind, "train_data_columns": column}
+    assert everything(load(tmp_path, packing="none", max_target_length=4, **keys)) == want
+
+
+@pytest.mark.parametrize(
+  ("row", "message"),
+  [
+    ({"text": "a", "loss_mask": [0]}, "it has loss_mask beside a text. Give the token ids"),
+    ({"text": "a", "train": False}, "it has train=false. Leave out records"),
+    ({"text": [1, 2], "mask": [0.5, 1]}, "its mask has other values than 0 and 1"),
+    ({"text": [1, 2], "mask": [1]}, r"its mask has shape \(1,\), and its ids \(2,\)"),
+    ({"text": [1, 2], "mask": [1, 0], "loss_mask": [1, 1]}, "its mask, loss_mask contradict each other"),
+    ({"text": [1, 2], "labels": [2, -100]}, "its labels are other tokens than its ids"),
+    ({"text": [1, 2], "attention_mask": [1, 0]}, "its attention_mask has zeros"),
+    ({"text": [1, 2, [3]]}, "its text is a list of unlike parts"),
+    ({"text": [{"role": "user", "content": "a"}], "mask": [1]}, "it has mask beside messages"),
+  ],
+)
+def test_fields_that_say_what_is_trained_are_used_or_refused(tmp_path, row, message):
+  (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+  with pytest.raises(ConfigError, match=f"a.jsonl:1: {message}"):
+    load(tmp_path, grain_train_files=f"{tmp_path}/a.jsonl", grain_file_type="jsonl")
+
+
+def test_a_document_with_a_mask_after_one_without_is_refused_in_a_file(tmp_path):
+  rows = [{"text": [1, 2]}, {"text": [1, 2], "mask": [1, 0]}]
+  (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+  with pytest.raises(ConfigError, match=r"document 2 of .* is token ids with a mask, and documents before it are not"):
+    load(tmp_path, grain_train_files=f"{tmp_path}/a.jsonl", grain_file_type="jsonl")
+
+
 def test_rows_with_messages_are_conversations():
   found = elements.document({"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "chat")
   assert found.messages[1] == {"role": "assistant", "content": "b"}
@@ -228,12 +282,12 @@ def not_deterministic():
     (lambda: MapDataset.source(THREES).batch(2), r"with shape \(2, 3\).* before .batch"),
     (lambda: MapDataset.source(TEXTS).repeat(), "is endless.\nGive documents before .repeat"),
     (not_deterministic, "element 0 is another one when it is read again"),
-    (lambda: [1.5, 2.5], "it is a float of float64 with shape"),
+    (lambda: [1.5, 2.5], "it is a float. A document is"),
     (lambda: [np.array([0.5, 1])], "it is a ndarray of float64"),
-    (lambda: [{"body": "a"}], "it has the fields body, and no field text. Set train_data_columns"),
+    (lambda: [{"body": "a"}], 'no field "text"; it has body. Set train_data_columns'),
     (lambda: [([1, 2], [1])], r"its mask has shape \(1,\), and its ids \(2,\)"),
-    (lambda: [([1, -2], [1, 1])], "for each id from 0 on"),
-    (lambda: [{"text": "a", "mask": [1]}], "A document is a string without a mask"),
+    (lambda: [([1, -2], [1, 1])], "it has the token -2"),
+    (lambda: [{"text": "a", "mask": [1]}], "it has mask beside a text. Give the token ids"),
     (lambda: ["a", [1, 2, 3]], "is token ids, and documents before it are not"),
     (lambda: [[1, 2, 400]], "it has the token 400"),
     (lambda: [{"inputs": [1] * 25, "targets": [1] * 25}], "at most max_target_length=24"),

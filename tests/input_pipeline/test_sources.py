@@ -103,7 +103,7 @@ def test_a_tfds_dataset_that_was_prepared_again_is_another_one(tmp_path, tfds_fo
   [
     ({"train_split": "test"}, "no split test. Set train_split and eval_split to some of"),
     ({"train_data_columns": "words"}, "train_data_columns=words: .* has no such feature. Choose one of body, ids"),
-    ({"train_data_columns": "score"}, "train_data_columns=score: .*Choose a feature with a text"),
+    ({"train_data_columns": "score"}, "record 0 of .*: its score is a float. A document is"),
     ({"dataset_path": "/"}, "dataset_path=/ has no dataset that tensorflow-datasets has prepared"),
   ],
 )
@@ -121,13 +121,13 @@ def test_features_of_an_example(packed):
   values = np.array([0, 1, 127, 128, 300, 2**31, 2**62, -1], np.int64)
   features = {"text": "\u00e9t\u00e9" * 50, "ids": values, "none": np.zeros(0, np.int64), "x": np.ones(3, np.float32)}
   record = tf_example_of(features, packed)
-  assert tf_example.feature(record, "text") == features["text"]
-  np.testing.assert_array_equal(tf_example.feature(record, "ids"), values)
-  assert len(tf_example.feature(record, "none")) == 0
-  with pytest.raises(ValueError, match=r"no feature body .*It has ids, none, text, x"):
-    tf_example.feature(record, "body")
-  with pytest.raises(ValueError, match="feature x has numbers with a fraction"):
-    tf_example.feature(record, "x")
+  assert tf_example.document(record, "text") == features["text"]
+  np.testing.assert_array_equal(tf_example.document(record, "ids"), values)
+  assert len(tf_example.document(record, "none")) == 0
+  with pytest.raises(ValueError, match='no field "body"; it has text, ids, none, x'):
+    tf_example.document(record, "body")
+  with pytest.raises(ValueError, match="its x is a ndarray of float32"):
+    tf_example.document(record, "x")
 
 
 def test_other_bytes_are_no_example():
@@ -137,7 +137,7 @@ def test_other_bytes_are_no_example():
   refused = 0
   for damaged in [record[:stop] for stop in range(len(record))] + [rng.bytes(40) for _ in range(300)]:
     try:
-      tf_example.feature(damaged, "text")
+      tf_example.document(damaged, "text")
     except ValueError:
       refused += 1
   assert refused == len(record) + 300
@@ -192,7 +192,7 @@ def broken(folder: Path, case: str) -> dict[str, str]:
     ("arrayrecord bucket", "the reader of ArrayRecord opens only files of this machine"),
     ("jsonl empty file", "data is an empty file"),
     ("jsonl garbage", r"data:1: .*Every line must be like \{\"body\""),
-    ("jsonl other column", r'data.jsonl:1: no field "text" with a string, a list of integers or a list'),
+    ("jsonl other column", r'data.jsonl:1: no field "text"; it has id, body. Set train_data_columns'),
     ("jsonl cut off", r"data.jsonl.gz cannot be read after line \d+ \(Compressed file ended"),
     (
       "jsonl too large",

@@ -70,4 +70,4 @@ def test_the_tool_skips_the_same_records_and_names_them_in_the_manifest(tmp_path
   pieces = job.splits["train"].pieces
   counts = part.write(job, "train", pieces, tmp_path / "a.array_record", lambda tokens: None)
   assert (counts["documents"], counts["bad_records"]) == (len(TEXTS) - 1, 1)
-  assert re.search(rf"data.jsonl:{BAD + 1}: no field", counts["bad"][0])
+  assert re.search(rf"data.jsonl:{BAD + 1}: its body is a int", counts["bad"][0])

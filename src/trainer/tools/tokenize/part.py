@@ -139,5 +139,7 @@ def _records(job: TokenizeJob, groups: Iterable[windows.Group], counts: dict[str
     for document in group:
       counts["records"] += 1
       ids = document if isinstance(document, np.ndarray) else document.whole()
+      if len(ids) and ids.min() < 0:
+        raise ConfigError("A document has a mask, and the first one has none. Use --records=windows.")
       counts["targets"] += len(ids) - 1
       yield ids.astype(dtype).tobytes()

@@ -40,8 +40,8 @@ def run(config: Config, output: str, records: str, part_bytes: int, processes: i
   if is_address(output):
     raise ConfigError(f"--output={output} is not a local path. Give a folder of this machine.")
   splits, tokenizer = _opened(config)
-  may_be_masked = tokenizer is None and any(documents.elements for documents in splits.values())
-  if (may_be_masked or isinstance(tokenizer, ChatTokenizer)) and records != "windows":
+  is_masked = tokenizer is None and any(one.may_be_masked(data.max_bad_records) for one in splits.values())
+  if (is_masked or isinstance(tokenizer, ChatTokenizer)) and records != "windows":
     raise ConfigError(
       f"--records={records}: a record of token ids does not say which tokens of a conversation, or of a document with "
       "a mask, are trained. Use --records=windows."

@@ -160,7 +160,7 @@ def imported_packages() -> set[str]:
 @needs.workshop
 def test_src_imports_every_core_dependency():
   """A package that no code imports does not belong in the core dependencies."""
-  module = {"orbax-checkpoint": "orbax", "array-record": "array_record", "pyyaml": "yaml"}
+  module = {"orbax-checkpoint": "orbax", "array-record": "array_record", "protobuf": "google", "pyyaml": "yaml"}
   needed = {Requirement(text).name for text in PROJECT["dependencies"]}
   imported = imported_packages()
   assert {name for name in needed if module.get(name, name) not in imported} == set()

@@ -37,6 +37,8 @@ _OTHER_ROLES |= {"developer": "system", "chatbot": "assistant", "ai": "assistant
 _TOOLS = "Calls of tools cannot be trained on: leave such conversations out, or render them to texts first"
 _REMEDIES = {"tools": _TOOLS, "functions": _TOOLS, "completion": "Join prompt and completion to one list of messages"}
 _SHOWN = 600  # characters
+_ANSWER = "4711"  # which no template has of its own
+_EXCHANGE = ({"role": "user", "content": "a"}, {"role": "assistant", "content": _ANSWER})
 
 
 class ConversationError(ValueError):
@@ -173,14 +175,26 @@ class ChatTokenizer(BpeTokenizer):
 
   def turn_end(self) -> int | None:
     """The special token that ends a turn of the assistant; None if the template has none."""
-    answer = "4711"  # which no template has of its own
     try:
-      text, _ = self.template.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
+      text, _ = self.template.render(_EXCHANGE)
     except ValueError:
       return None
     found, specials = self._whole.encode(text), set(self.special_tokens().values())
-    after = (id for id, (start, _) in zip(found.ids, found.offsets) if start > text.rfind(answer) and id in specials)
+    after = (id for id, (start, _) in zip(found.ids, found.offsets) if start > text.rfind(_ANSWER) and id in specials)
     return next(after, None)
+
+  def turn_end_problem(self) -> str:
+    """Why the model will not learn to end its turn, as a sentence; "" if it will."""
+    if (end := self.turn_end()) is None:
+      return "The chat template ends the assistant's turn with no special token, so the model cannot say its end."
+    (sequences,) = self.encode_conversations([Conversation(_EXCHANGE)], Tally())
+    if isinstance(sequences, ValueError) or not sequences or any((ids == end).any() for ids in sequences):
+      return ""
+    token = next(name for name, id in self.special_tokens().items() if id == end)
+    return (
+      f"The chat template has {token}, which ends the assistant's turn, outside its {{% generation %}} block, so the "
+      "model will not learn to stop. Move the token into the block."
+    )
 
   def encode_conversations(
     self, conversations: Sequence[Conversation], tally: Tally

@@ -245,7 +245,11 @@ def tokenizer_of(
     return None
   base = given.base if isinstance(given, ChatTokenizer) else given
   if kinds[first] == "conversations":
-    tokenizer = given if base is not given else _chat_tokenizer(cfg, base or _given_tokenizer(cfg))
+    tokenizer = given
+    if base is given:
+      tokenizer = chat = _chat_tokenizer(cfg, base or _given_tokenizer(cfg))
+      if cfg.train_on == "assistant" and (problem := chat.turn_end_problem()):
+        tell(f"warning: {problem}")
   else:
     tokenizer = base or _tokenizer(cfg, vocab_size, splits[first], log, call)
   _require_fit(tokenizer, vocab_size)
@@ -259,10 +263,7 @@ def _chat_tokenizer(cfg: DataOptions, tokenizer: Tokenizer | None) -> ChatTokeni
       f"tokenizer_type={cfg.tokenizer_type}: conversations need a tokenizer whose special tokens end a turn.\n"
       "Set tokenizer_type=bpe and tokenizer_path, or load_parameters_path to a model that has one."
     )
-  chat = ChatTokenizer(tokenizer, chat_template.find(cfg, tokenizer), cfg.train_on, cfg.max_target_length)
-  if chat.turn_end() is None and cfg.train_on == "assistant":
-    tell("warning: the chat template ends the assistant's turn with no special token, so the model cannot say its end.")
-  return chat
+  return ChatTokenizer(tokenizer, chat_template.find(cfg, tokenizer), cfg.train_on, cfg.max_target_length)
 
 
 def _kind(cfg: DataOptions, documents: Documents, call: workers.Call) -> str:

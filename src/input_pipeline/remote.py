@@ -26,7 +26,6 @@ _REMEDY = (
   "AWS_PROFILE, AWS_ENDPOINT_URL, ...), or install the package of this kind of address (gs://: bash setup.sh --gcs in "
   "a clone of the trainer, or python -m pip install gcsfs; s3://: the same with s3 and s3fs), or choose a folder here."
 )
-_answered: set[tuple[str, str]] = set()  # buckets
 
 
 @dataclass(frozen=True)
@@ -82,10 +81,10 @@ def bucket_problems(given: str, address: str) -> Iterator[str]:
 
 def require_bucket(given: str, address: str) -> None:
   """Raises ConfigError, which begins with `given`, if there is no such bucket, or it may not be listed, and
-  StorageError if the store does not work now. Each bucket is asked for until it has answered once."""
+  StorageError if the store does not work now."""
   scheme, _, rest = address.partition("://")
   bucket = rest.partition("/")[0]
-  if scheme not in SCHEMES or (scheme, bucket) in _answered:
+  if scheme not in SCHEMES:
     return
   place = f"{scheme}://{bucket}"
   try:
@@ -96,7 +95,6 @@ def require_bucket(given: str, address: str) -> None:
         storage.perform("listed", place, lambda: _list_one(place))
   except FileNotFoundError:
     raise ConfigError(f"{given}: there is no such bucket.\n{_REMEDY}") from None
-  _answered.add((scheme, bucket))
 
 
 def _list_one(place: str) -> None:
@@ -201,7 +199,7 @@ def ranges(files: Sequence[RemoteFile], wanted: Sequence[tuple[int, int]]) -> It
 
     def read(group: Sequence[RemoteFile] = group, starts: list[int] = starts, stops: list[int] = stops) -> list[bytes]:
       found, _ = storage.system(group[0].address)
-      paths = [storage.system(file.address)[1] for file in group]
+      paths = [found._strip_protocol(file.address) for file in group]
       limit = storage.in_time(found, sum(stops) - sum(starts))
       return found.cat_ranges(paths, starts, stops, on_error="raise", **limit)
 

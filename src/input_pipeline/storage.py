@@ -33,7 +33,6 @@ _AGAIN_SECONDS = 1.0  # in which a call on this machine is repeated: a stale han
 
 _limit = contextvars.ContextVar("storage_limit", default=0.0)  # seconds; 0: ANSWER_SECONDS
 _is_silent = contextvars.ContextVar("storage_is_silent", default=False)  # no line says what is awaited
-_systems: dict[tuple[int, str], Any] = {}  # file systems of fsspec
 _FACTS = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 _PASSING = {
   getattr(errno, name, None)
@@ -43,8 +42,8 @@ _PASSING = {
 # Classes of libraries, whose errors and those of their subclasses may pass.
 _PASSING_CLASSES = {
   "aiohttp.ClientError", "botocore.ConnectionError", "botocore.HTTPClientError", "gcsfs.ChecksumError",
-  "google.TransportError", "requests.ConnectionError", "requests.Timeout", "socket.gaierror",
-  "requests.ChunkedEncodingError",
+  "google.TransportError", "httpx.TransportError", "httpx2.TransportError", "requests.ChunkedEncodingError",
+  "requests.ConnectionError", "requests.Timeout", "socket.gaierror",
 }  # fmt: skip
 # Variables of the environment, which TensorStore reads at its first connection.
 TENSORSTORE_LIMITS = MappingProxyType(
@@ -134,7 +133,10 @@ def may_pass(error: BaseException) -> bool:
   if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in _PASSING:
     return True
   answer = getattr(error, "response", None)
-  told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode") if isinstance(answer, dict) else None
+  if isinstance(answer, dict):
+    told = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+  else:
+    told = getattr(answer, "status_code", None)  # of requests and httpx
   status = str(told or getattr(error, "code", None) or getattr(error, "status", None) or "")
   if status.isdigit():
     return status in ("408", "429") or 500 <= int(status) < 600
@@ -175,7 +177,11 @@ def access(operation: str, address: object) -> Iterator[None]:
   storage only."""
   try:
     yield
-  except (StorageError, *_FACTS):
+  except _FACTS as error:
+    if (cause := error.__cause__) is None or not may_pass(cause):
+      raise
+    raise StorageError(operation, str(address), cause) from None  # fsspec's https:// finds nothing without a network
+  except StorageError:
     raise
   except Exception as error:  # noqa: BLE001 -- each library has its own
     raise StorageError(operation, str(address), error) from None
@@ -226,14 +232,9 @@ def limit_tensorstore() -> None:
 
 
 def system(address: str) -> tuple[Any, str]:
-  """(file system of fsspec, path in it). Raises ImportError or ValueError if no package reads such an address."""
-  key = os.getpid(), address.partition("://")[0]  # none survives a fork
-  if key not in _systems:
-    _systems[key] = _in_time(functools.partial(_connect, address))
-  return _systems[key], _systems[key]._strip_protocol(address)
-
-
-def _connect(address: str) -> Any:
+  """(file system of fsspec, path in it). fsspec keeps one file system of each kind for a process. Raises ImportError or
+  ValueError if no package reads such an address."""
+  import fsspec
   from fsspec import config, core
 
   # File systems that remember no listings, because other processes write too. Orbax gets the same objects.
@@ -241,7 +242,11 @@ def _connect(address: str) -> Any:
     config.conf[name] = {"use_listings_cache": False, **own, **config.conf.get(name, {})}
   for name in ("gcsfs", "s3fs", "fsspec"):  # they print tracebacks of what they raise
     logging.getLogger(name).setLevel(logging.CRITICAL)
-  return core.url_to_fs(address)[0]
+  kind = fsspec.get_filesystem_class(address.partition("://")[0].rpartition("::")[2])
+  connect = functools.partial(core.url_to_fs, address)
+  # fsspec keeps a file system that is not asynchronous for each thread.
+  found, path = _in_time(connect) if kind.async_impl else connect()
+  return found, path
 
 
 def _in_time(work: Callable[[], T]) -> T:

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
 from tests.support import toy_state
 from tests.support.command import ROOT, cpu_environment
 
@@ -38,6 +39,14 @@ class HttpError(Exception):
   def __init__(self, code: int) -> None:
     super().__init__(f"backend error, {code}")
     self.code = code
+
+
+class RefusedByHub(Exception):
+  """As requests, httpx and huggingface_hub raise it."""
+
+  def __init__(self, code: int) -> None:
+    super().__init__(f"{code} for hf://datasets/a")
+    self.response = SimpleNamespace(status_code=code)
 
 
 @pytest.fixture
@@ -74,7 +83,7 @@ def bucket(monkeypatch):
       if Bucket.failing is not None:
         raise Bucket.failing
 
-  monkeypatch.setitem(storage._systems, (os.getpid(), "gs"), Bucket())
+  monkeypatch.setitem(_registry, "gs", Bucket)
   monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.2)
   return Bucket
 
@@ -89,6 +98,9 @@ def bucket(monkeypatch):
     (ConnectionResetError(errno.ECONNRESET, "reset"), True),
     (PermissionError(errno.EACCES, "Permission denied"), False),
     (ValueError("UNAVAILABLE: CURL error"), True),
+    (type("TransportError", (Exception,), {"__module__": "httpx2._exceptions"})("Name or service not known"), True),
+    (RefusedByHub(503), True),
+    (RefusedByHub(403), False),
   ],
 )
 def test_each_foreign_error_becomes_ours(bucket, cause, passes):
@@ -97,6 +109,15 @@ def test_each_foreign_error_becomes_ours(bucket, cause, passes):
     with pytest.raises(StorageError, match="gs://bucket/x cannot be") as raised:
       call()
     assert raised.value.passes == passes and raised.value.cause is cause and raised.value.__suppress_context__
+
+
+def test_not_found_because_of_the_network_is_an_outage(bucket):
+  bucket.failing = FileNotFoundError("gs://bucket/x")
+  assert not Place("gs://bucket/x").exists()
+  bucket.failing.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+  with pytest.raises(StorageError, match="gs://bucket/x cannot be found: Connection refused") as raised:
+    Place("gs://bucket/x").exists()
+  assert raised.value.passes
 
 
 def test_data_that_cannot_be_read_now_is_no_fault_of_the_file():
@@ -120,7 +141,6 @@ def test_libraries_print_no_tracebacks_of_what_they_raise(monkeypatch):
     monkeypatch.setattr(logger, "level", logging.NOTSET)
     logger.manager._clear_cache()
   assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
-  monkeypatch.setattr(storage, "_systems", {})
   storage.system("memory://any")
   assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
 
@@ -330,7 +350,6 @@ def test_the_exit_code_says_whether_the_same_command_may_succeed(capsys):
 
 def test_a_refusal_that_passes_is_not_remembered(bucket, monkeypatch):
   monkeypatch.setattr(bucket, "call", lambda self, *args, **options: self._fail(), raising=False)
-  monkeypatch.setattr(remote, "_answered", set())
   bucket.failing = HttpError(503)
   with pytest.raises(StorageError):
     remote.require_bucket("base_output_directory", "gs://bucket/run")

@@ -178,8 +178,11 @@ def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
   state = toy_state.state(2)
   state["opt_state"][0]["nu"]["embedding"] = state["opt_state"][0]["nu"]["embedding"].at[3, 1].set(value)
   tier.save(2, state, {})
-  with pytest.raises(NonFiniteState, match=r"step 2 is not finite \(1 arrays, the first opt_state.0.nu.embedding\)"):
+  with pytest.raises(
+    NonFiniteState, match=r"step 2 is not finite \(1 arrays, the first opt_state.0.nu.embedding\)"
+  ) as raised:
     tier.wait()
+  assert raised.value.__cause__ is not raised.value
   assert tier.steps() == [1] and [p.name for p in (tmp_path / "c").iterdir()] == ["1"]
   tier.wait()
   tier.close()

@@ -100,6 +100,16 @@ def test_the_end_of_a_turn_is_trained_and_the_prompt_for_it_is_not(tmp_path):
   assert all_ids == ids and everything == [0] + [1] * (len(ids) - 1)  # the first token is no target
 
 
+def test_a_template_with_which_the_model_does_not_learn_to_stop_is_named(tmp_path):
+  """A token behind the {% generation %} block is not trained, nor the next turn's first token (GLM's templates)."""
+  blocks = chats.TEMPLATES["generation"]
+  outside = blocks.replace("'<|im_end|>' }}{% endgeneration %}", "'' }}{% endgeneration %}{{- '<|im_end|>' }}")
+  problem = lambda template: chat_tokenizer(tmp_path, template).turn_end_problem()
+  assert [problem(template) for template in chats.TEMPLATES.values()] == [""] * len(chats.TEMPLATES)
+  assert "has <|im_end|>, which ends the assistant's turn, outside its {% generation %} block" in problem(outside)
+  assert "with no special token" in problem(chats.CHATML.replace("<|im_end|>", ""))
+
+
 def test_a_long_conversation_is_cut_at_a_turn_or_left_out_and_counted(tmp_path):
   made = [HELLO * 2, HELLO, [HELLO[0]], [{"role": "user", "content": "x" * 50}, HELLO[1]]]
   [[(whole, _)], [(short, mask)], *_], _ = encode(chat_tokenizer(tmp_path, chats.CHATML), made)

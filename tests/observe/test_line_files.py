@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.registry import _registry
 
 from input_pipeline import storage
 from trainer.observe import files
@@ -28,6 +28,9 @@ def bucket(tmp_path, monkeypatch):
     writes = 0
     cachable = False
 
+    def __init__(self, **options):
+      super().__init__(auto_mkdir=True, **options)
+
     @classmethod
     def _strip_protocol(cls, path):
       path = str(path)
@@ -43,7 +46,7 @@ def bucket(tmp_path, monkeypatch):
       return super().open(path, mode, **options)
 
   Bucket.answers.set()
-  monkeypatch.setitem(storage._systems, (os.getpid(), "gs"), Bucket(auto_mkdir=True))
+  monkeypatch.setitem(_registry, "gs", Bucket)
   return Bucket
 
 

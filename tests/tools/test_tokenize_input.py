@@ -61,7 +61,8 @@ def test_tokenize_writes_windows_with_weights_and_prints_a_preview(tmp_path, cap
   capsys.readouterr()
   assert main([*keys, "--preview", "2"]) == 0
   said = capsys.readouterr().out
-  assert said.count("---\n") == 2 and "<|im_start|>assistant\n[[" in said
+  assert said.count("---\n") == 3 and "<|im_start|>assistant\n[[" in said
+  assert re.search(r"--- read: 30 conversations, [\d,]+ tokens, [\d.]+% trained", said)
 
 
 def test_the_tool_skips_the_same_records_and_names_them_in_the_manifest(tmp_path):

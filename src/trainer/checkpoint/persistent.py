@@ -112,7 +112,9 @@ class Persistent(StepFolders):
     except jax.errors.JaxRuntimeError:
       raise
     except Exception as error:
-      raise self._failure(step, error) from error
+      if (failure := self._failure(step, error)) is error:
+        raise  # an error must not be its own cause
+      raise failure from error
     self._save.blocked = time.monotonic() - begin
     self._background.start(functools.partial(self._finish, self._save))
     if not self._cfg.async_checkpointing:
@@ -224,7 +226,9 @@ class Persistent(StepFolders):
         self._prune(save)
         self._end_writing(save.step, self._losses or ())
     except Exception as error:
-      raise self._failure(save.step, error) from error
+      if (failure := self._failure(save.step, error)) is error:
+        raise  # as in `save`
+      raise failure from error
 
   def _failure(self, step: int, error: BaseException) -> BaseException:
     """The error to raise for `error`, on every process. Removes the unfinished save: it takes space."""

@@ -88,6 +88,8 @@ def preview(config: Config, count: int) -> None:
     ids = document if isinstance(document, np.ndarray) else document.whole()
     print(f"--- {number}: {len(ids):,} tokens, {int((ids[1:] >= 0).sum()):,} trained ---")
     print(marked(tokenizer, ids, *marks))
+  if isinstance(tokenizer, ChatTokenizer):  # also what was left out
+    print(f"--- read: {next(lost.chats.lines())} ---")
 
 
 def _opened(config: Config) -> tuple[dict[str, Documents], Tokenizer | None]:

@@ -2,6 +2,7 @@
 
     python -m end_to_end.benchmarks.exchange [--members 2,3] [--sizes 5000000,100000000] [--repeats 10]
     python -m end_to_end.benchmarks.exchange --rate 1gbit [--streams 1] [--members 2,3] [--sizes 5000000]
+    python -m end_to_end.benchmarks.exchange --rate 100mbit --members 4,8 --sizes 9240000 --compute 0.928,3.71
 
 Each member is a process with one CPU device and one share: an array of float32. The members are joined twice: by the
 exchange, and by jax.distributed for gloo. A sum starts after a barrier and ends when the total is a JAX array on the
@@ -10,12 +11,14 @@ all of them. GB/s are the bytes of the float32 array by the median.
 
 With --rate, each member is a host in a network namespace of its own, whose card sends at this rate, and the arrays are
 NumPy's. This needs Linux, iproute2 and the right to make namespaces. The share of the rate counts the bytes that a
-member must send, without headers: 2 (k - 1) / k times the values.
+member must send, without headers: 2 (k - 1) / k times the values. With --compute, each member sleeps so many seconds
+before each sum, as it would compute in a round of local steps: utilisation is the share of the time in which it sleeps.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import socket
 import statistics
@@ -42,7 +45,8 @@ def main() -> None:
   parser.add_argument("--members", type=positives, default=[2, 3])
   parser.add_argument("--sizes", type=positives, default=[5_000_000, 100_000_000], help="numbers of float32 values")
   parser.add_argument("--repeats", type=positive, default=10)
-  parser.add_argument("--rate", help="of the network cards, in whole gigabits per second: 1gbit")
+  parser.add_argument("--rate", help="of the network cards: 1gbit, 50mbit")
+  parser.add_argument("--compute", default="0", help="several numbers of seconds before each sum, with --rate: 0.9,3.7")
   parser.add_argument("--streams", type=positive, default=1, help="connections between two members, with --rate")
   parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
   parser.add_argument("--member", help=argparse.SUPPRESS)  # JSON, for the processes that this command starts
@@ -74,8 +78,9 @@ def row(size: int, calls: Sequence[tuple[float, float]]) -> str:
 
 def measure_paced(args: argparse.Namespace) -> None:
   """Prints the table of --rate."""
-  bits = float(args.rate.removesuffix("gbit")) * 1e9
-  print("| members | values | streams | median | least | most | CPU | rate used |\n|---|---|---|---|---|---|---|---|")
+  bits = float(args.rate[:-4]) * {"gbit": 1e9, "mbit": 1e6}[args.rate[-4:]]
+  print("| members | values | streams | median | least | most | CPU | rate used | compute | utilisation |")
+  print("|---" * 10 + "|")
   with hosts() as network:
     names = [FAR, NEAR, *(f"10.77.0.{number}" for number in range(4, 2 + max(args.members)))]
     for host in names[2:]:
@@ -83,18 +88,23 @@ def measure_paced(args: argparse.Namespace) -> None:
     for host in names:
       limit = f"tc qdisc replace dev card root tbf rate {args.rate} burst 512kb latency 100ms".split()
       subprocess.run([*network.prefix(host), *limit], check=True)
-    for count in args.members:
-      for size in args.sizes:
-        where = [(host, network.prefix(host)) for host in names[:count]]
-        (calls,) = measure(count, size, args.repeats, where, args.streams).values()
-        seconds = statistics.median(wall for wall, _ in calls)
-        share = 2 * (count - 1) / count * 32 * size / bits / seconds
-        columns = row(size, calls).rpartition(" | ")[0]
-        print(f"| {count} | {size / 1e6:g} M | {args.streams} | {columns} | {share:.3f} |", flush=True)
+    for count, size, compute in itertools.product(args.members, args.sizes, map(float, args.compute.split(","))):
+      where = [(host, network.prefix(host)) for host in names[:count]]
+      (calls,) = measure(count, size, args.repeats, where, args.streams, compute).values()
+      seconds = statistics.median(wall for wall, _ in calls)
+      share = 2 * (count - 1) / count * 32 * size / bits / (seconds - compute)
+      columns = row(size, calls).rpartition(" | ")[0]
+      both = f"{share:.3f} | {compute:g} s | {compute / seconds:.4f}"
+      print(f"| {count} | {size / 1e6:g} M | {args.streams} | {columns} | {both} |", flush=True)
 
 
 def measure(
-  count: int, size: int, repeats: int, where: Sequence[tuple[str, list[str]]] = (), streams: int = 1
+  count: int,
+  size: int,
+  repeats: int,
+  where: Sequence[tuple[str, list[str]]] = (),
+  streams: int = 1,
+  compute: float = 0.0,
 ) -> dict[str, list[tuple[float, float]]]:
   """Returns {program: (seconds, CPU seconds of member 0) of each call} of `count` processes. where: the host of each
   member, and what runs a command there; default: this host."""
@@ -103,7 +113,7 @@ def measure(
   processes = []
   for member, (host, prefix) in enumerate(where or [("", [])] * count):
     arguments = {"member": member, "count": count, "size": size, "repeats": repeats, "port": port}
-    arguments |= {"host": host, "streams": streams}
+    arguments |= {"host": host, "streams": streams, "compute": compute}
     command = [*prefix, sys.executable, "-m", "end_to_end.benchmarks.exchange", "--member", json.dumps(arguments)]
     processes.append(
       subprocess.Popen(
@@ -131,7 +141,9 @@ def _line(process: subprocess.Popen[str], start: str) -> str:
   sys.exit(f"A member ended with exit code {process.wait()} before it had a result; its error is above.")
 
 
-def run_member(member: int, count: int, size: int, repeats: int, port: int, host: str, streams: int) -> None:
+def run_member(
+  member: int, count: int, size: int, repeats: int, port: int, host: str, streams: int, compute: float
+) -> None:
   """Runs one member: prints its address, reads the addresses of all, and prints the result of `measure`. host: its
   address in the network of --rate, or ""."""
   warn = lambda line: print(line, file=sys.stderr)
@@ -154,6 +166,7 @@ def run_member(member: int, count: int, size: int, repeats: int, port: int, host
     for name, program in programs.items():
       barrier(f"{repeat} {name}")
       start, cpu = time.perf_counter(), time.process_time()
+      time.sleep(compute)
       program(f"{repeat} {name} measured")
       if repeat > 1:  # the first calls compile, and touch memory for the first time
         calls[name].append((time.perf_counter() - start, time.process_time() - cpu))

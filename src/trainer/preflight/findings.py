@@ -106,27 +106,27 @@ def _floating(tree: Any) -> int:
 
 
 def local_steps_lines(config: Config, state: TrainState, total: int, step_seconds: float) -> list[str]:
-  """Returns what a round of local steps sends, and how much of the time the exchange takes at several speeds of a link.
+  """Returns what a round of local steps sends, and the share of the time that the exchange takes at several speeds of a
+  link.
 
-  state: of a slice, abstract. total: slices. step_seconds: of a step without the exchange; 0: not known.
+  state: of a slice, abstract. total: slices. step_seconds: of a step without the exchange; 0: not known, and the table
+  is for a step of 1 s.
   """
   width = {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
   sent = lambda values: 2 * (total - 1) / total * width * values
   gradients, averaged = sent(_floating(state.params)), sent(exchanged_values(config, state))
+  counts_of_steps = sorted({1, 10, 36, 100, config.optimizer.local_steps})
+  step = f"steps of {milliseconds(step_seconds)}" if step_seconds else "steps of 1 s (no estimate for these devices)"
   lines = [
     f"Local steps: a slice sends {size(averaged)} in a round of {config.optimizer.local_steps} steps, and "
     f"{size(gradients)} in a synchronous step; its devices also hold the state of the round, "
-    f"{size(state_tree.state_bytes(state))}"
+    f"{size(state_tree.state_bytes(state))}",
+    f"Share of the exchange for {step}, without overlap: link | "
+    f"{' | '.join(f'H={count}' for count in counts_of_steps)}",
   ]
-  if not step_seconds:
-    return lines
-  counts_of_steps = sorted({1, 10, 36, 100, config.optimizer.local_steps})
-  lines.append(
-    f"Share of the exchange, without overlap: link | {' | '.join(f'H={count}' for count in counts_of_steps)}"
-  )
   for gigabits in _LINKS:
     seconds = {count: (gradients if count == 1 else averaged) * 8e-9 / gigabits for count in counts_of_steps}
-    shares = (seconds[count] / (seconds[count] + count * step_seconds) for count in counts_of_steps)
+    shares = (seconds[count] / (seconds[count] + count * (step_seconds or 1.0)) for count in counts_of_steps)
     lines.append(f"  {gigabits:>3} Gbit/s | {' | '.join(f'{share:.1%}' for share in shares)}")
   return lines
 

@@ -19,9 +19,10 @@ _SILENT_SECONDS = 1.2  # without a packet: a host that pauses for a second lives
 _UNANSWERED_SECONDS = 0.25  # that repeated packets get no answer: a busy system answers late
 _MOST_LATE_SECONDS = 0.1  # that one check adds to this time: where checks come late, answers come late too
 _FRESH_SECONDS = 1.0  # an earlier check says nothing after so long
-_INFO = struct.Struct("=8B13I")  # the beginning of tcp_info of Linux
+_INFO = struct.Struct("=8B24I4Q6IQ")  # the beginning of tcp_info of Linux
 _RETRANSMITS, _BACKOFF, _UNACKED = 2, 4, 12  # indices of its fields
 _LAST_SENT, _LAST_DATA, _LAST_ACK = 17, 19, 20  # milliseconds since then
+_MIN_ROUND_TRIP, _DELIVERY_RATE = 39, 42  # microseconds; bytes per second
 
 
 class Liveness:
@@ -36,13 +37,24 @@ class Liveness:
     with contextlib.suppress(OSError):  # it is broken
       self._is_watched = sys.platform == "linux" and sock.getpeername()[:1] != sock.getsockname()[:1]
 
+  def speed(self) -> tuple[float, float] | None:
+    """The shortest round trip in seconds and the bytes per second that the system has seen. None: the same host, or not
+    known."""
+    info = self._info()
+    return (1e-6 * info[_MIN_ROUND_TRIP], float(info[_DELIVERY_RATE])) if info else None
+
+  def _info(self) -> tuple[int, ...]:
+    """What the system knows of the connection; (): nothing, or it is a connection to this host."""
+    if not self._is_watched:
+      return ()
+    try:
+      return _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
+    except (OSError, struct.error):  # closed: another thread has noticed the end; or a system older than these fields
+      return ()
+
   def is_dead(self) -> bool:
     """Whether the other host is dead, as this call and earlier calls show: call it several times a second."""
-    if not self._is_watched:
-      return False
-    try:
-      info = _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    except OSError:  # closed: another thread has noticed the end
+    if not (info := self._info()):
       return False
     now, silent = time.monotonic(), min(info[_LAST_DATA], info[_LAST_ACK]) / 1000
     late, self._checked = now - self._checked, now

@@ -243,6 +243,7 @@ class ManyWorlds:
     return step, None
 
   def close(self) -> None:
+    self._session.events.emit("network", links=self._peers.exchange.speeds())
     self._threads.close()
 
   def _damaged(self, state: TrainState) -> TrainState:

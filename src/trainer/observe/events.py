@@ -56,6 +56,8 @@ Faults and recovery
   hang           step, silent_seconds; of the watchdog, which then ends the process, also operation (or null)
   late_step      step, silent_seconds, operation (null): the watchdog has written the stacks, and still waits
   nonfinite      step, loss, grad_norm
+  network        of slices as processes, at the end of an attempt: links (dict: a member on another host: the shortest
+                 round trip in seconds, and bytes per second, of the connection to it, as the system has measured them)
   replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
   recovery       once per slice_down or slice_up, when the first new step has completed, or no step is left:
                  event ("slice_down", "slice_up"), slice, step_before, step_after, steps_lost, tokens_lost,

@@ -278,6 +278,11 @@ class Exchange:
     """What this member has sent to its peers so far, headers included."""
     return self._sent + sum(link.sent for link in itertools.chain(*self._links.values()))
 
+  def speeds(self) -> dict[int, tuple[float, float]]:
+    """{member on another host: (seconds of a round trip, bytes per second)}, of its first connection."""
+    speeds = {member: links[0].speed for member, links in self._links.items()}
+    return {member: speed for member, speed in speeds.items() if speed}
+
   def _drop(self, member: int) -> None:
     for link in self._links.pop(member):
       self._sent += link.sent

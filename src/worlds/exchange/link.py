@@ -235,6 +235,11 @@ class Link:
     if self._liveness.is_dead():
       raise self._lost("the peer's host does not answer")
 
+  @property
+  def speed(self) -> tuple[float, float] | None:
+    """As `Liveness.speed`."""
+    return self._liveness.speed()
+
   def _ask(self) -> None:
     with self._lock:
       if not self.unsent:

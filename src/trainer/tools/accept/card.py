@@ -11,18 +11,17 @@ import socket
 import struct
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, Literal
 
 import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trainer.config.errors import ConfigError
 from trainer.observe import environment
 from trainer.report import markup
 from trainer.tools.accept.rows import LOSSES, Acceptance, CardRow
 
-FORMAT = 1
 REFERENCE = Path(__file__).with_name("reference.yml")
 TOLERANCE = {"cpu": 1e-4}  # of a loss relative to the reference's, on another kind of machine
 ACCELERATORS = 1e-2  # which multiply float32 with fewer bits
@@ -30,52 +29,116 @@ _ADDRESS = re.compile(
   r"\b\d{1,3}(\.\d{1,3}){3}(:\d+)?\b|\b[a-z0-9]+://[^\s,;'\"]+|(?<![\w./])/[\w.+@%-]+(/[\w.+@%-]+)+"
 )
 _STATES = {True: "holds", False: "does not hold", None: "does not apply"}
-Card = dict[str, Any]
+_DECIDING = ("cpu", "platform", "device_kind", "devices")  # of the machine: they decide the bits of a run
+
+
+class Card(BaseModel):
+  """The file card.yml. losses: the bits of float32 numbers."""
+
+  model_config = ConfigDict(extra="forbid")
+
+  format: Literal[1] = 1
+  date: str
+  commit: str | None
+  launcher: str
+  slices: int
+  keys: list[str]
+  command: str = ""
+  machine: dict[str, str | int | None]
+  versions: dict[str, str]
+  minutes: float
+  rows: list[CardRow]
+  losses: list[Annotated[str, Field(pattern="^[0-9a-f]{8}$")]]
+
+  @property
+  def holds(self) -> bool:
+    return bool(self.rows) and all(row.holds is not False for row in self.rows)
+
+  def text(self) -> str:
+    return yaml.safe_dump(self.model_dump(), sort_keys=False, width=120)
 
 
 def made(found: Acceptance, minutes: float) -> Card:
   """The card of these rows."""
-  start = environment.describe()
-  own = {
+  launcher, start = found.launcher, {**environment.describe(), **found.start}
+  machine = {
     "cpu": environment.cpu_model() or platform.processor() or platform.machine(),
     "cores": os.cpu_count(),
     "system": platform.system(),
     "machine": platform.machine(),
   }
+  machine |= {name: start.get(name) for name in ("platform", "device_kind", "devices", "devices_per_slice")}
   card = {
-    "format": FORMAT,
     "date": time.strftime("%Y-%m-%d", time.gmtime()),
     "commit": start["git_commit"],
-    "launcher": found.launcher.name,
-    "slices": found.launcher.slices,
+    "launcher": launcher.name,
+    "slices": launcher.slices,
     "keys": found.keys,
-    "machine": own | found.machine,
-    "versions": start["versions"],
+    "command": " ".join(found.jobs["undisturbed"].command()),
+    "machine": machine,
     "minutes": round(minutes, 1),
-    "rows": [asdict(row) for row in found.rows],
+    "rows": [vars(row) for row in found.rows],
     "losses": found.losses,
   }
-  return _without_names(card, str(found.out)) | {"versions": start["versions"]}  # some look like addresses
+  private = {
+    name: "HOST" for job in found.jobs.values() for line in job.read("events.jsonl") if (name := line.get("host"))
+  }
+  private |= {socket.gethostname(): "HOST", sys.executable: "python", str(found.out): "OUT"}
+  private |= {str(found.out.resolve()): "OUT", **dict.fromkeys(launcher.private, "...")}
+  return Card(**_without_names(card, private), versions=start["versions"])  # some versions look like addresses
 
 
-def holds(card: Card) -> bool:
-  return bool(card["rows"]) and all(row["holds"] is not False for row in card["rows"])
+def _without_names(card: dict[str, Any], private: dict[str, str]) -> dict[str, Any]:
+  """The card without what belongs to nobody else: folders, addresses, names of hosts and of the user."""
+  text = yaml.safe_dump(card, sort_keys=False, width=10**9)
+  with contextlib.suppress(OSError, KeyError):  # the user of a container may have no entry
+    text = re.sub(rf"(?<![\w-]){re.escape(getpass.getuser())}(?![\w-])", "USER", text)
+  for name in sorted(filter(None, private), key=len, reverse=True):
+    text = text.replace(name, private[name])
+  clean: dict[str, Any] = yaml.safe_load(_ADDRESS.sub("PLACE", text))
+  return clean
+
+
+def read(file: str) -> Card:
+  """A card. Raises ConfigError if the file is none."""
+  try:
+    return Card.model_validate(yaml.safe_load(Path(file).read_text()))
+  except ValidationError as error:
+    reason = "; ".join(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}" for wrong in error.errors()[:3])
+  except (OSError, ValueError, yaml.YAMLError) as error:
+    reason = str(error)
+  raise ConfigError(f"{file}: is no card: {reason}.\nGive the card.yml of an OUT folder.")
 
 
 def compared(card: Card, other: Card) -> CardRow:
-  """CardRow 7: the losses of a card against those of another one."""
+  """Row 7: the losses of a card against those of another one."""
   same = _likeness(card) == _likeness(other)
-  limit = TOLERANCE.get(str(card["machine"].get("platform")), ACCELERATORS)
+  limit = TOLERANCE.get(str(card.machine.get("platform")), ACCELERATORS)
   expected = "equal bits" if same else f"within {limit:g}: other devices, versions or slices"
-  name, ours, theirs = f"losses of {LOSSES} steps", card["losses"], other["losses"]
-  if card["keys"]:
-    return CardRow(7, name, expected, f"the card has other keys: {' '.join(card['keys'])}", holds=None)
-  if len(ours) != LOSSES or len(theirs) != LOSSES:
-    return CardRow(7, name, expected, f"{len(ours)} and {len(theirs)} losses")
-  first = next((step for step, (a, b) in enumerate(zip(ours, theirs), 1) if a != b), 0)
-  gap = max(abs(a - b) / abs(b) for a, b in zip(map(_number, ours), map(_number, theirs)))
-  seen = f"the losses differ first at step {first}, by at most {gap:.1e}" if first else "equal bits"
-  return CardRow(7, name, expected, seen, holds=not first if same else gap <= limit)
+  row = CardRow(7, f"losses of {LOSSES} steps", expected)
+  if card.keys:
+    row.seen, row.holds = f"the card has other keys: {' '.join(card.keys)}", None
+  elif len(card.losses) != LOSSES or len(other.losses) != LOSSES:
+    row.seen = f"{len(card.losses)} and {len(other.losses)} losses"
+  elif card.losses == other.losses:
+    row.seen, row.holds = "equal bits", True
+  else:
+    pairs = [
+      tuple(struct.unpack(">2f", bytes.fromhex(ours + theirs))) for ours, theirs in zip(card.losses, other.losses)
+    ]
+    gaps = [abs(ours - theirs) / max(abs(theirs), 1e-9) for ours, theirs in pairs]
+    first = next(step for step, (a, b) in enumerate(zip(card.losses, other.losses), 1) if a != b)
+    row.seen = f"the losses differ first at step {first}, by at most {max(gaps):.1e}"
+    row.holds = not same and all(gap <= limit for gap in gaps)
+  return row
+
+
+def _likeness(card: Card) -> list[Any]:
+  """What decides the bits of a run."""
+  machine, versions = (
+    [of.get(name) for name in names] for of, names in ((card.machine, _DECIDING), (card.versions, ("jax", "jaxlib")))
+  )
+  return [card.slices, card.launcher == "pathways", machine, versions]
 
 
 def differences(card: Card, other: Card) -> list[str]:
@@ -85,67 +148,19 @@ def differences(card: Card, other: Card) -> list[str]:
 
 
 def _flat(card: Card) -> dict[str, Any]:
-  found = {name: card[name] for name in ("launcher", "slices", "commit", "keys")} | card["machine"] | card["versions"]
-  for row in card["rows"]:
-    where = f"row {row['row']}, {row['name']}"
-    found[where] = _STATES[row["holds"]]
-    found |= {f"{where}: {figure}": value for figure, value in row["figures"].items()}
+  found = {**card.model_dump(include={"launcher", "slices", "commit", "keys"}), **card.machine, **card.versions}
+  for row in card.rows:
+    where = f"row {row.row}, {row.name}"
+    found |= {where: _STATES[row.holds], **{f"{where}: {name}": value for name, value in row.figures.items()}}
   return found
-
-
-def read(file: str) -> Card:
-  """A card. Raises ConfigError if the file is none."""
-  try:
-    card = yaml.safe_load(Path(file).read_text())
-  except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-    raise ConfigError(f"{file}: cannot be read: {error}.\nGive the card.yml of an OUT folder.") from error
-  needed = ("format", "launcher", "slices", "commit", "keys", "machine", "versions", "rows", "losses")
-  missing = [name for name in needed if not isinstance(card, dict) or name not in card]
-  if missing or card["format"] != FORMAT:
-    raise ConfigError(f"{file}: is no card of format {FORMAT}: it lacks {', '.join(missing) or 'the format'}.")
-  names = set(CardRow.__dataclass_fields__)
-  if wrong := [row for row in card["rows"] if not isinstance(row, dict) or set(row) != names]:
-    raise ConfigError(f"{file}: a row is not as accept writes rows: {wrong[0]}.")
-  try:
-    [_number(loss) for loss in card["losses"]]
-  except (TypeError, ValueError, struct.error) as error:
-    raise ConfigError(f"{file}: a loss is no float32 in 8 hex digits: {error}.") from error
-  return card
 
 
 def page(card: Card) -> str:
   """The card as HTML for one sheet."""
   headings = ("row", "what", "expected", "seen", "state")
-  rows = [(str(row["row"]), row["name"], row["expected"], row["seen"], _STATES[row["holds"]]) for row in card["rows"]]
-  facts = {name: card[name] for name in ("date", "commit", "launcher", "slices", "minutes")}
-  facts |= {**card["machine"], "keys": " ".join(card["keys"]), "jax": card["versions"].get("jax")}
-  title = f"Acceptance: {'all rows hold' if holds(card) else 'NOT ALL ROWS HOLD'}"
+  rows = [(str(row.row), row.name, row.expected, row.seen, _STATES[row.holds]) for row in card.rows]
+  facts = card.model_dump(include={"date", "commit", "launcher", "slices", "minutes"})
+  facts |= {**card.machine, "keys": " ".join(card.keys), "jax": card.versions.get("jax"), "command": card.command}
+  title = f"Acceptance: {'all rows hold' if card.holds else 'NOT ALL ROWS HOLD'}"
   macros = markup.macros()
   return markup.page(title, f"<h1>{title}</h1>{macros.facts(facts)}{macros.table(headings, rows)}")
-
-
-def _likeness(card: Card) -> list[Any]:
-  """What decides the bits of a run."""
-  machine, versions = card["machine"], card["versions"]
-  names = ("cpu", "platform", "device_kind", "devices")
-  return [
-    card["slices"],
-    card["launcher"] == "pathways",
-    *(machine.get(name) for name in names),
-    *(versions.get(name) for name in ("jax", "jaxlib")),
-  ]
-
-
-def _number(loss: str) -> float:
-  return float(struct.unpack(">f", bytes.fromhex(loss))[0])
-
-
-def _without_names(card: Card, out: str) -> Card:
-  """The card without what belongs to nobody else: folders, addresses, names of the host and of its user."""
-  text = yaml.safe_dump(card, sort_keys=False, width=10**9)
-  with contextlib.suppress(OSError, KeyError):  # the user of a container may have no entry
-    text = re.sub(rf"(?<![\w-]){re.escape(getpass.getuser())}(?![\w-])", "USER", text)
-  names = {out: "OUT", str(Path(out).resolve()): "OUT", sys.executable: "python", socket.gethostname(): "HOST"}
-  for name in sorted(names, key=len, reverse=True):
-    text = text.replace(name, names[name])
-  return cast(Card, yaml.safe_load(_ADDRESS.sub("PLACE", text)))

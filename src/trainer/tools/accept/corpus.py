@@ -6,10 +6,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-
-from trainer.observe import files
 
 FILE = "documents.jsonl"
 DOCUMENTS = 600
@@ -31,8 +30,9 @@ def text(number: int, length: int) -> str:
 def write(directory: str, length: int) -> str:
   """Writes the documents to a folder, and returns the file."""
   lines = (json.dumps({"text": text(number, length)}) for number in range(DOCUMENTS))
-  files.write_text(directory, FILE, "\n".join(lines) + "\n")
-  return f"{directory}/{FILE}"
+  file = Path(directory, FILE)
+  file.write_text("\n".join(lines) + "\n")
+  return str(file)
 
 
 def number_of(tokens: np.ndarray) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import resource
 import shutil
 import signal
@@ -22,18 +23,31 @@ import yaml
 
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
+from trainer import cluster
 from trainer.observe import files
 from trainer.observe.metrics import read_losses
+from trainer.process import child
 from trainer.tools.accept import corpus
 from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
 
 LOSSES = 100  # steps of row 7
-PARTS = ("storage", "kill", "stop", "crash", "damage", "undisturbed", "batches", "equal", "replay", "speed")
+PARTS = {  # {part: (its share of the time, the part whose run it needs)}
+  "storage": (1, ""),
+  "kill": (24, ""),
+  "stop": (13, ""),
+  "crash": (13, ""),
+  "damage": (18, ""),
+  "undisturbed": (11, ""),
+  "batches": (2, "kill"),
+  "equal": (5, "undisturbed"),
+  "replay": (8, "kill"),
+  "speed": (5, "undisturbed"),
+}
 _BATCH, _LENGTH = 12, 128  # B and T of the runs
 _CLOCK_SECONDS = 2.0
-_EVENT_SECONDS, _START_SECONDS = 180.0, 900.0  # limits: for an event of a run that computes; for a first step, an end
 _CALM = 5  # steps in a row that show that a run goes on
 _OTHER_SUMS = 1e-3  # of losses where fewer slices add in another order (one controller)
+_PREDICTED = re.compile(r"^(Checkpoint: [^,]+|Step time on [^;]+|.*at least .* per step)", re.MULTILINE)
 
 
 class DoesNotApply(Exception):
@@ -54,59 +68,63 @@ class CardRow:
 
 
 class Acceptance:
-  """Plays the runs and fills the rows. out: the folder of the runs, which all hosts reach."""
+  """Plays the runs and fills the rows. out: the folder of the runs, which all hosts reach. again: the command of accept
+  without its last arguments."""
 
-  def __init__(self, launcher: Launcher, out: Path, keys: Sequence[str], minutes: float) -> None:
+  def __init__(self, launcher: Launcher, out: Path, keys: Sequence[str], minutes: float, again: str) -> None:
     self.launcher, self.out, self.keys = launcher, out, list(keys)
     self.rows: list[CardRow] = []
     self.losses: list[str] = []
-    self.machine: dict[str, Any] = {}
+    self.start: dict[str, Any] = {}  # the record of the first start of a run
+    self._again, self._part = again, ""
     self._deadline = time.monotonic() + 60 * minutes
     self._last: dict[str, int] = {}  # {complete run: its last step}
     data = f"grain_train_files={corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
-    names = ("kill", "stop", "crash", "damage", "undisturbed")
     rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
-    self._jobs = {
-      name: Job(
-        launcher,
-        name,
-        ["configs/accept.yml", f"base_output_directory={out}", f"run_name={name}", *f"{data} {rows}".split(), *keys],
-        out,
-        f"{out}/{name}",
-      )
-      for name in names
-    }
+    arguments = ["configs/accept.yml", f"base_output_directory={out}", *f"{data} {rows}".split(), *keys]
+    names = ("kill", "stop", "crash", "damage", "undisturbed")
+    self.jobs = {name: Job(launcher, name, [*arguments, f"run_name={name}"], out) for name in names}
 
-  def play(self, parts: Sequence[str] = PARTS) -> None:
-    """Fills the rows of these parts, in the order of PARTS. At its end no process of a run is left."""
+  def play(self, wanted: Sequence[str]) -> None:
+    """Fills the rows of these parts, and of the parts that they need. At its end no process of a run is left."""
+    parts = [part for part in PARTS if part in {*wanted, *(PARTS[one][1] for one in wanted)}]
+    child.adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
       signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
-      for part in (part for part in PARTS if part in parts):
-        getattr(self, f"_{part}")()
+      for at, self._part in enumerate(parts):
+        share = PARTS[self._part][0] / sum(PARTS[part][0] for part in parts[at:])
+        now = time.monotonic()
+        for job in self.jobs.values():
+          job.until = now + share * (self._deadline - now)
+        getattr(self, f"_{self._part}")()
+        self.jobs["kill"].kill_all()
     finally:
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a second one would leave processes
-      for job in self._jobs.values():
+      for job in self.jobs.values():
         job.kill_all()
 
   @contextlib.contextmanager
-  def _row(self, number: int, name: str, expected: str, command: Sequence[str] = ()) -> Iterator[CardRow]:
+  def _row(self, number: int, name: str, expected: str) -> Iterator[CardRow]:
     """A row whose block says what was seen. A block that raises does not hold, and hides no other row."""
-    row = CardRow(number, name, expected, command=" ".join(command))
+    row = CardRow(number, name, expected, command=self.command(self._part))
     try:
-      _expect(time.monotonic() < self._deadline, "not tried: the time is over. Give a larger --budget")
       yield row
       row.holds = True
     except DoesNotApply as reason:
       row.holds, row.seen = None, str(reason)
     except NotSeen as seen:
       row.seen = str(seen)
-    except (OSError, ValueError, LookupError, StopIteration, subprocess.SubprocessError) as error:
+    except Exception as error:  # noqa: BLE001 - a broken trainer may write anything
       row.seen = f"{type(error).__name__}: {error}"
     self.rows.append(row)
     state = {True: "holds", False: "DOES NOT HOLD", None: "does not apply"}[row.holds]
     print(f"{row.row} {row.name}: {state}. {row.seen}", flush=True)
+
+  def command(self, parts: str) -> str:
+    """The command that plays only these parts again."""
+    return " ".join([self._again, "--only", parts, "OUT", *self.keys])
 
   # ---- 1: the storage of OUT
 
@@ -138,22 +156,21 @@ class Acceptance:
     """Starts the run and returns when it has done `steps` further steps on all slices."""
     begun = len(job.steps())
     job.start(*keys)
-    job.wait("the first step", lambda: len(job.steps()) > begun, _START_SECONDS)
+    job.wait("the first step", lambda: len(job.steps()) > begun)
     self._calm(job, self.launcher.slices, steps)
 
   def _calm(self, job: Job, slices: int, steps: int = _CALM) -> Line:
     """Waits for so many further steps in a row on so many slices. Returns the first one on them."""
-    begun = len(job.steps())
-    wanted = [slices] * steps
+    begun, wanted = len(job.steps()), [slices] * steps
     said = f"{steps} steps on {slices} slices"
-    job.wait(said, lambda: [step["slices"] for step in job.steps()[begun:][-steps:]] == wanted, _EVENT_SECONDS)
+    job.wait(said, lambda: [step["slices"] for step in job.steps()[begun:][-steps:]] == wanted)
     return next(step for step in job.steps()[begun:] if step["slices"] == slices)
 
   def _stop_with_42(self, job: Job) -> float:
     """Sends SIGTERM, and returns the seconds until the run has saved and ended."""
     begun = time.monotonic()
     job.terminate()
-    code = job.end(_EVENT_SECONDS)
+    code = job.end()
     _expect(code == 42, f"exit code {code} after SIGTERM, not 42: {job.tail()}")
     return time.monotonic() - begun
 
@@ -161,22 +178,20 @@ class Acceptance:
     """Starts the run again, until it has `more` further steps."""
     last = max((int(step["step"]) for step in job.steps()), default=0) + more
     job.start(f"steps={last}")
-    code = job.end(_START_SECONDS)
+    code = job.end()
     _expect(code == 0, f"exit code {code} at the end of the run: {job.tail()}")
     self._last[job.name] = last
 
   def _kill(self) -> None:
-    job, launcher, after = self._jobs["kill"], self.launcher, None
+    job, launcher, after = self.jobs["kill"], self.launcher, None
     n, is_rehearsed = launcher.slices, not launcher.has_worlds and not launcher.kill
     faults = ["fault_injection=slice_down@25:0:prepared, slice_up@45:0", "snapshot_period=1"] if is_rehearsed else []
-    with self._row(1, "devices", f"{n} slices start and train", job.command(*faults)) as row:
+    with self._row(1, "devices", f"{n} slices start and train") as row:
       self._train(job, 22, *faults)
-      start, seconds = job.events("run_start")[-1], float(job.events("init_done")[-1]["seconds"])
-      names = ("platform", "device_kind", "devices", "devices_per_slice")
-      self.machine = {name: start[name] for name in names}
-      row.seen = f"{start['devices']} devices of kind {start['device_kind']}, ready after {seconds:.0f} s"
+      self.start, ready = dict(job.events("run_start")[-1]), float(job.events("init_done")[-1]["seconds"])
+      row.seen = f"{self.start['devices']} devices of kind {self.start['device_kind']}, ready after {ready:.0f} s"
     allowed, who = int(not launcher.has_worlds), "a new group goes" if launcher.restarts_all else "the others go"
-    with self._row(3, "a slice is killed", f"{who} on; steps lost: at most {allowed}", job.command(*faults)) as row:
+    with self._row(3, "a slice is killed", f"{who} on; steps lost: at most {allowed}") as row:
       killed = self._kill_slice(job, is_rehearsed)
       after = self._calm(job, n - (not launcher.restarts_all))
       row.figures = {"seconds": round(float(after["wall"]) - killed, 3), "steps_lost": _repeated(job)}
@@ -193,36 +208,47 @@ class Acceptance:
       worst = max(job.delays.values(), key=abs)
       row.seen = f"{len(job.delays)} processes, largest difference {worst:.2f} s"
       _expect(abs(worst) < _CLOCK_SECONDS, row.seen)
+    with self._row(1, "network", "figures of the connections between slices on several hosts") as row:
+      if not launcher.has_worlds:
+        raise DoesNotApply("one controller: the connections belong to its runtime")
+      _expect(bool(records := job.events("network")), "the run has no record of its connections")
+      if not (links := records[-1]["links"]):
+        raise DoesNotApply("all slices are on one host")
+      delay, speed = max(link[0] for link in links.values()), min(link[1] for link in links.values())
+      row.figures = {"round_trip_ms": round(1e3 * delay, 3), "GB_per_second": float(f"{1e-9 * speed:.3g}")}
+      row.seen = (
+        f"{len(links)} connections: round trip {1e3 * delay:.2f} ms, {8e-9 * speed:.3g} Gbit/s, the slowest ones"
+      )
 
   def _kill_slice(self, job: Job, is_rehearsed: bool) -> float:
     """Kills the slice that writes the records, and returns the time."""
     if is_rehearsed:
-      job.wait("a lost slice", lambda: job.events("fault_injected"), _EVENT_SECONDS)
+      job.wait("a lost slice", lambda: job.events("fault_injected"))
       return float(job.events("fault_injected")[-1]["wall"])
     command, killed = self.launcher.kill, time.time()
     if not command:
-      if not (pids := job.slices()):
+      if (pid := job.victim()) is None:
         raise DoesNotApply("the slices are not processes of this command. Give --kill COMMAND, which kills one")
-      command = f"kill -9 {pids[0]}"
-    subprocess.run(command, shell=True, check=True, timeout=_EVENT_SECONDS)
+      command = f"kill -9 {pid}"
+    subprocess.run(command, shell=True, check=True, timeout=job.seconds_left())
     return killed
 
   def _stop(self) -> None:
-    job = self._jobs["stop"]
-    with self._row(3, "SIGTERM", "exit code 42 after a save; then the next step follows", job.command()) as row:
-      self._train(job, 25)
+    job = self.jobs["stop"]
+    with self._row(3, "SIGTERM", "exit code 42 after a save; then the next step follows") as row:
+      self._train(job, corpus.DOCUMENTS // _BATCH + 5)  # into the second epoch
       row.figures = {"seconds": round(self._stop_with_42(job), 1)}
       self._complete(job, 10)
       row.seen = f"saved and ended within {row.figures['seconds']} s, {_repeated(job)} steps lost"
       _expect(_repeated(job) == 0, row.seen)
 
   def _crash(self) -> None:
-    job = self._jobs["crash"]
-    with self._row(3, "all are killed", "the same command goes on from the newest checkpoint", job.command()) as row:
-      if self.launcher.helper or self.launcher.name == "agents":
+    job = self.jobs["crash"]
+    with self._row(3, "all are killed", "the same command goes on from the newest checkpoint") as row:
+      if self.launcher.name in ("agents", "slurm"):
         raise DoesNotApply("members on other hosts save the state when the supervisor dies")
       self._train(job, 12)
-      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"), _EVENT_SECONDS)
+      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"))
       self._calm(job, self.launcher.slices, 3)
       killed, done = time.time(), len(job.steps())
       job.kill_all()
@@ -236,23 +262,23 @@ class Acceptance:
   # ---- 4: the storage taken away, and damaged
 
   def _damage(self) -> None:
-    job = self._jobs["damage"]
+    job = self.jobs["damage"]
     checkpoints = Path(job.directory) / "checkpoints"
-    with self._row(4, "storage away", "steps go on; saves succeed when it is back", job.command()) as row:
+    with self._row(4, "storage away", "steps go on; saves succeed when it is back") as row:
       self._train(job, 3)
-      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"), _EVENT_SECONDS)
+      job.wait("a checkpoint", lambda: job.events("checkpoint_saved"))
       checkpoints.rename(checkpoints.with_name("away"))
       checkpoints.write_text("no folder")
       try:
-        job.wait("a save that fails", lambda: job.events("checkpoint_failed"), _EVENT_SECONDS)
+        job.wait("a save that fails", lambda: job.events("checkpoint_failed"))
         self._calm(job, self.launcher.slices)
       finally:
         checkpoints.unlink()
         checkpoints.with_name("away").rename(checkpoints)
       saved = len(job.events("checkpoint_saved"))
-      job.wait("the next save", lambda: len(job.events("checkpoint_saved")) > saved, _EVENT_SECONDS)
+      job.wait("the next save", lambda: len(job.events("checkpoint_saved")) > saved)
       row.seen = f"saves failed: {len(job.events('checkpoint_failed'))}; then one succeeded"
-    with self._row(4, "a damaged checkpoint", "one wrong bit: refused; an older one is used", job.command()) as row:
+    with self._row(4, "a damaged checkpoint", "one wrong bit: refused; an older one is used") as row:
       self._stop_with_42(job)
       newest = max(checkpoints.glob("[0-9]*"), key=lambda folder: int(folder.name))
       victim = max(newest.rglob("*"), key=lambda file: file.stat().st_size * file.is_file())
@@ -267,9 +293,10 @@ class Acceptance:
   # ---- the run without faults, and what is compared with it
 
   def _undisturbed(self) -> None:
-    job, steps = self._jobs["undisturbed"], max([LOSSES, *self._last.values()])
-    with self._row(7, "a run without faults", f"{steps} steps, exit code 0", job.command(f"steps={steps}")) as row:
+    job, steps = self.jobs["undisturbed"], max([LOSSES, *self._last.values()])
+    with self._row(7, "a run without faults", f"{steps} steps, exit code 0") as row:
       self._complete(job, steps)
+      self.start = self.start or dict(job.events("run_start")[-1])
       losses = read_losses(job.directory)
       self.losses = [struct.pack(">f", losses[step]).hex() for step in range(1, LOSSES + 1)]
       row.seen = f"loss {losses[1]:.4f} at step 1, {losses[LOSSES]:.4f} at step {LOSSES}"
@@ -279,10 +306,9 @@ class Acceptance:
       ours, theirs = f"{self.out}/{name}", f"{self.out}/undisturbed"
       is_exact = self.launcher.has_worlds or name != "kill"
       expected = "the bits of" if is_exact else f"losses within {_OTHER_SUMS:g} (other order of sums) of"
-      command = ["trainer.tools.verify", ours, *(["--against", theirs] if is_exact else [])]
-      with self._row(3, f"bits of {name}", f"{expected} the run without faults", ["python", "-m", *command]) as row:
-        _tool("trainer.tools.verify", ours)
-        row.seen = _tool(*command)
+      with self._row(3, f"bits of {name}", f"{expected} the run without faults") as row:
+        self._tool(row, "verify", ours)
+        row.seen = self._tool(row, "verify", ours, *(["--against", theirs] if is_exact else []))[-1]
         if not is_exact:
           one, other = read_losses(ours), read_losses(theirs)
           gap = max(abs(one[step] / other[step] - 1) for step in one)
@@ -292,12 +318,11 @@ class Acceptance:
   # ---- 2: the receipt of the run with a lost slice, against the documents
 
   def _batches(self) -> None:
-    directory, n, of_batch = f"{self.out}/kill", self.launcher.slices, f"{self.out}/kill/receipt.jsonl"
+    n, lines = self.launcher.slices, _receipt(self.jobs["kill"].directory)
     expected = f"each part computed once, each document once in an epoch, on {n}, {n - 1}, {n} slices"
-    with self._row(2, "batches", expected, ["less", of_batch]) as row:
-      batch = int(self._jobs["kill"].events("run_start")[-1]["global_batch_size"])
-      lines = _receipt(directory)
-      numbers = _documents(directory, len(lines), batch)
+    with self._row(2, "batches", expected) as row:
+      batch = int(self.jobs["kill"].events("run_start")[-1]["global_batch_size"])
+      numbers = _documents(self.jobs["kill"].directory, len(lines), batch)
       for at in range(0, len(numbers), corpus.DOCUMENTS):
         epoch = numbers[at : at + corpus.DOCUMENTS]
         _expect(len(set(epoch)) == len(epoch), f"a document is twice in epoch {at // corpus.DOCUMENTS}")
@@ -317,37 +342,57 @@ class Acceptance:
   # ---- 5 and 6
 
   def _replay(self) -> None:
+    directory, n = self.jobs["kill"].directory, self.launcher.slices
+    where = ["num_slices=1", *([] if self.launcher.has_worlds else ["cluster=simulated"])]
     with self._row(5, "replay", "three steps computed again by another slice") as row:
-      lines = _receipt(f"{self.out}/kill")
-      first = min(int(folder.name) for folder in (self.out / "kill/checkpoints").glob("[0-9]*")) + 1
-      few = [step for step, line in lines.items() if step > first and len(line["computed"]) < self.launcher.slices]
-      first = min(few, default=first)
-      where = ["num_slices=1", *([] if self.launcher.has_worlds else ["cluster=simulated"])]
-      command = ["trainer.tools.verify", f"{self.out}/kill", "--replay", f"{first}:{first + 2}", *where]
-      row.command = " ".join(["python", "-m", *command])
-      row.seen = (
-        f"steps {first} to {first + 2}, computed by slices {', '.join(lines[first]['computed'])}: {_tool(*command)}"
-      )
+      lines = _receipt(directory)
+      first = min(int(folder.name) for folder in Path(directory, "checkpoints").glob("[0-9]*")) + 1
+      first = min((step for step, line in lines.items() if step > first and len(line["computed"]) < n), default=first)
+      done, who = f"{first}:{first + 2}", ", ".join(lines[first]["computed"])
+      row.seen = self._tool(row, "verify", directory, "--replay", done, *where)[-1]
+      row.seen = f"steps {done}, computed by slices {who}: {row.seen}"
 
   def _speed(self) -> None:
-    job = self._jobs["undisturbed"]
+    job, figures = self.jobs["undisturbed"], {}
     with self._row(6, "speed", "figures to compare; nothing is required") as row:
       steps, start = job.steps()[LOSSES // 2 :], job.events("run_start")[-1]
       seconds = statistics.median(float(step["seconds"]) for step in steps)
       figures = {"step_seconds": seconds, "tokens_per_second": start["tokens_per_step"] / seconds}
       if computing := [max(step["slice_seconds"].values()) for step in steps if step.get("slice_seconds")]:
         exchange = max(1e-6, seconds - statistics.median(computing))
-        figures |= {
-          "exchange_share": exchange / seconds,
-          "exchange_GB_per_second": 4e-9 * start["parameters"] / exchange,
-        }
+        figures |= {"exchange_share": exchange / seconds}
+        figures |= {"exchange_GB_per_second": 4e-9 * start["parameters"] / exchange}
       if utilisation := [float(step["mfu"]) for step in steps if step.get("mfu")]:
         figures["mfu"] = statistics.median(utilisation)
+      if snapshots := [event["bytes"] / event["seconds"] for event in job.events("snapshot")]:
+        figures["snapshot_GB_per_second"] = 1e-9 * statistics.median(snapshots)
       saved = job.events("checkpoint_saved")[-1]
       size = sum(file.stat().st_size for file in Path(saved["path"]).rglob("*") if file.is_file())
-      figures["save_GB_per_second"] = 1e-9 * size / float(saved["seconds"])
+      figures |= {"checkpoint_MB": 1e-6 * size, "save_GB_per_second": 1e-9 * size / float(saved["seconds"])}
       row.figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
       row.seen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.figures.items())
+      row.seen += "" if snapshots else "; no snapshots: the other slices have the state"
+    kind = [
+      "cluster=multiprocess" if self.launcher.has_worlds else "cluster=simulated",
+      f"num_slices={job.launcher.slices}",
+    ]
+    with self._row(6, "preflight", "what is predicted without a run; nothing is required") as row:
+      found = _PREDICTED.findall("\n".join(self._tool(row, "preflight", *job.arguments, *kind)))
+      _expect(bool(found), "preflight predicts nothing")
+      timed = "" if len(found) > 1 else ", no time for devices of this kind"
+      row.seen = f"predicted: {'; '.join(found)}{timed}. Seen: {1e3 * figures['step_seconds']:.3g} ms, "
+      row.seen += f"a checkpoint of {figures['checkpoint_MB']:.3g} MB"
+
+  def _tool(self, row: CardRow, tool: str, *arguments: str) -> list[str]:
+    """The lines that a tool of the trainer prints. Raises NotSeen unless it ends with 0."""
+    left, variables = self.jobs["kill"].seconds_left(), {**cluster.inherited_environment(), "TMPDIR": str(self.out)}
+    row.command = " ".join(command := [sys.executable, "-m", f"trainer.tools.{tool}", *arguments])
+    done = subprocess.run(
+      command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=left, env=variables
+    )
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+    _expect(done.returncode == 0, f"{tool} ends with {done.returncode}: {' / '.join(lines[-3:])}")
+    return lines
 
 
 def _expect(holds: bool, otherwise: str) -> None:
@@ -360,17 +405,10 @@ def _repeated(job: Job) -> int:
   return len(job.steps()) - len({step["step"] for step in job.steps()})
 
 
-def _tool(*arguments: str) -> str:
-  """The last line that a tool of the trainer prints. Raises NotSeen unless it ends with 0."""
-  command = [sys.executable, "-m", *arguments]
-  done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=_START_SECONDS)
-  lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
-  _expect(done.returncode == 0, f"{arguments[0]} ends with {done.returncode}: {' / '.join(lines[-3:])}")
-  return lines[-1]
-
-
 def _receipt(directory: str) -> dict[int, Line]:
-  return {line["step"]: line for line in files.read_json_lines(directory, "receipt.jsonl") if "step" in line}
+  with contextlib.suppress(OSError):
+    return {line["step"]: line for line in files.read_json_lines(directory, "receipt.jsonl") if "step" in line}
+  return {}
 
 
 def _parts(line: Mapping[str, Any]) -> list[tuple[int, int]]:

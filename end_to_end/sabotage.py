@@ -21,7 +21,7 @@ from pathlib import Path
 import yaml
 from tests.support.command import ROOT
 
-SECONDS = 1800.0
+SECONDS = 600.0
 
 
 def caught(name: str, sabotage: Mapping[str, str], folder: Path) -> str:
@@ -32,7 +32,7 @@ def caught(name: str, sabotage: Mapping[str, str], folder: Path) -> str:
   text = file.read_text() if sabotage["file"] else ""
   assert sabotage["old"] in text, f"{name}: {sabotage['file']} has no {sabotage['old']!r} any more"
   file.write_text(text.replace(sabotage["old"], sabotage["new"]) if text else sabotage["new"])
-  command = [sys.executable, "-m", "trainer.tools.accept", "--budget", "30", "--only", sabotage["parts"], str(out)]
+  command = [sys.executable, "-m", "trainer.tools.accept", "--budget", "8", "--only", sabotage["parts"], str(out)]
   environment = {**os.environ, "PYTHONPATH": str(copy), "JAX_PLATFORMS": "cpu"}
   with (folder / "log").open("wb") as log:
     code = subprocess.run(command, cwd=ROOT, env=environment, stdout=log, stderr=log, timeout=SECONDS).returncode

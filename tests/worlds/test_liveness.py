@@ -43,7 +43,25 @@ class Connection:
     return "10.0.0.2", 1
 
   def getsockopt(self, level: int, option: int, size: int) -> bytes:
-    return liveness._INFO.pack(*(self.info.get(index, 0) for index in range(21)))
+    return liveness._INFO.pack(*(self.info.get(index, 0) for index in range(43)))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="TCP_INFO")
+def test_the_system_measures_connections_to_other_hosts():
+  with socket.create_server((HOST, 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    other, _ = listener.accept()
+    with other:
+      receiver = threading.Thread(target=lambda: [other.recv(1 << 20) for _ in range(64)], daemon=True)
+      receiver.start()
+      begun = time.monotonic()
+      one.sendall(bytes(4 << 20))
+      one.shutdown(socket.SHUT_WR)
+      receiver.join(30)
+      found = Liveness(one, lambda: None).speed()
+      seconds = time.monotonic() - begun
+      assert found is not None and 0 < found[0] < seconds and found[1] > (4 << 20) / seconds / 10
+  with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as one:
+    assert Liveness(one, lambda: None).speed() is None
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,14 @@ def of_options(options: argparse.Namespace) -> Launcher:
 
 @dataclass
 class Job:
-  """A run that accept starts, perhaps several times. until: when its part of the time is over. delays: the seconds
-  nearest to 0 from the time in a record until accept has read it, for each process that writes records."""
+  """A run that accept starts, perhaps several times. until: when its part of the time is over."""
 
   launcher: Launcher
   name: str
   arguments: Sequence[str]
   folder: Path
   until: float = 0.0
-  delays: dict[str, float] = field(default_factory=dict)
   _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
-  _read: dict[str, int] = field(default_factory=dict)
-  _lines: dict[str, list[Line]] = field(default_factory=dict)
-  _output_start: int = 0
 
   @property
   def directory(self) -> str:
@@ -127,7 +122,6 @@ class Job:
     self.seconds_left()
     self.kill_all()
     with Path(f"{self.directory}.txt").open("ab") as file:
-      self._output_start = file.tell()
       for command in filter(None, (self.command(*keys), self.launcher.helper)):
         null = subprocess.DEVNULL
         self._started.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=file, start_new_session=True))
@@ -138,25 +132,18 @@ class Job:
       raise NotSeen("its share of the time is over. Give a larger --budget, if nothing hangs")
     return left
 
-  def output(self) -> str:
-    """What the newest start has printed."""
-    with Path(f"{self.directory}.txt").open("rb") as file:
-      file.seek(self._output_start)
-      return file.read().decode(errors="replace")
+  def output(self) -> list[str]:
+    """The lines that all starts have printed."""
+    return Path(f"{self.directory}.txt").read_text(errors="replace").splitlines()
 
   def tail(self) -> str:
-    return " / ".join(line for line in self.output().splitlines()[-4:] if line.strip())[-400:]
+    return " / ".join(line for line in self.output()[-4:] if line.strip())[-400:]
 
   def read(self, file: str) -> list[Line]:
-    """All records of events.jsonl or metrics.jsonl so far."""
-    known = self._lines.setdefault(file, [])
+    """The records of a file of the run so far."""
     with contextlib.suppress(OSError):
-      lines, self._read[file] = files.read_json_lines_from(self.directory, file, self._read.get(file, 0))
-      for line in lines:
-        process, delay = str(line.get("process")), time.time() - float(line["wall"])
-        self.delays[process] = min(self.delays.get(process, delay), delay, key=abs)
-      known += lines
-    return known
+      return list(files.read_json_lines(self.directory, file))
+    return []
 
   def events(self, kind: str) -> list[Line]:
     return [line for line in self.read("events.jsonl") if line.get("kind") == kind]
@@ -182,7 +169,7 @@ class Job:
   def end(self) -> int:
     """The exit code of the run. Raises NotSeen if the run does not end in time."""
     process = self._started[0]
-    self.wait("its end", lambda: (self.steps(), process.poll())[1] is not None)  # reads records: `delays` needs it
+    self.wait("its end", lambda: process.poll() is not None)
     ends = self.events("run_end")  # other launchers have exit codes of their own
     is_own = self.launcher.name not in ("torchrun", "command")
     return process.returncode if is_own or not ends else int(ends[-1]["exit"])
@@ -190,7 +177,7 @@ class Job:
   def victim(self) -> int | None:
     """The process of a slice, if the command of the run has started the slices: of the first one, which writes the
     records, or under torchrun of the second one, because all end with the first."""
-    members = {int(found[1]): int(found[2]) for found in _MEMBER.finditer(self.output())}
+    members = {int(found[1]): int(found[2]) for line in self.output() if (found := _MEMBER.search(line))}
     if self.launcher.restarts_all:
       return child.descendants(self._started[0].pid)[1]
     return members[min(members)] if members else None

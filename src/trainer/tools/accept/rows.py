@@ -24,7 +24,6 @@ import yaml
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer import cluster
-from trainer.observe import files
 from trainer.observe.metrics import read_losses
 from trainer.process import child
 from trainer.tools.accept import corpus
@@ -79,6 +78,7 @@ class Acceptance:
     self._again, self._part = again, ""
     self._deadline = time.monotonic() + 60 * minutes
     self._last: dict[str, int] = {}  # {complete run: its last step}
+    self._delays: dict[str, float] = {}  # {process that writes records: seconds until accept has read the last one}
     data = f"grain_train_files={corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
     rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
     arguments = ["configs/accept.yml", f"base_output_directory={out}", *f"{data} {rows}".split(), *keys]
@@ -164,7 +164,9 @@ class Acceptance:
     begun, wanted = len(job.steps()), [slices] * steps
     said = f"{steps} steps on {slices} slices"
     job.wait(said, lambda: [step["slices"] for step in job.steps()[begun:][-steps:]] == wanted)
-    return next(step for step in job.steps()[begun:] if step["slices"] == slices)
+    done = job.steps()[begun:]
+    self._delays[done[-1]["process"]] = time.time() - float(done[-1]["wall"])
+    return next(step for step in done if step["slices"] == slices)
 
   def _stop_with_42(self, job: Job) -> float:
     """Sends SIGTERM, and returns the seconds until the run has saved and ended."""
@@ -205,8 +207,8 @@ class Acceptance:
       self._stop_with_42(job)
       self._complete(job, 5)
     with self._row(1, "clocks", f"those who write records agree within {_CLOCK_SECONDS:g} s") as row:
-      worst = max(job.delays.values(), key=abs)
-      row.seen = f"{len(job.delays)} processes, largest difference {worst:.2f} s"
+      worst = max(self._delays.values(), key=abs)
+      row.seen = f"{len(self._delays)} processes, largest difference {worst:.2f} s"
       _expect(abs(worst) < _CLOCK_SECONDS, row.seen)
     with self._row(1, "network", "figures of the connections between slices on several hosts") as row:
       if not launcher.has_worlds:
@@ -318,7 +320,7 @@ class Acceptance:
   # ---- 2: the receipt of the run with a lost slice, against the documents
 
   def _batches(self) -> None:
-    n, lines = self.launcher.slices, _receipt(self.jobs["kill"].directory)
+    n, lines = self.launcher.slices, _receipt(self.jobs["kill"])
     expected = f"each part computed once, each document once in an epoch, on {n}, {n - 1}, {n} slices"
     with self._row(2, "batches", expected) as row:
       batch = int(self.jobs["kill"].events("run_start")[-1]["global_batch_size"])
@@ -345,7 +347,7 @@ class Acceptance:
     directory, n = self.jobs["kill"].directory, self.launcher.slices
     where = ["num_slices=1", *([] if self.launcher.has_worlds else ["cluster=simulated"])]
     with self._row(5, "replay", "three steps computed again by another slice") as row:
-      lines = _receipt(directory)
+      lines = _receipt(self.jobs["kill"])
       first = min(int(folder.name) for folder in Path(directory, "checkpoints").glob("[0-9]*")) + 1
       first = min((step for step, line in lines.items() if step > first and len(line["computed"]) < n), default=first)
       done, who = f"{first}:{first + 2}", ", ".join(lines[first]["computed"])
@@ -405,10 +407,8 @@ def _repeated(job: Job) -> int:
   return len(job.steps()) - len({step["step"] for step in job.steps()})
 
 
-def _receipt(directory: str) -> dict[int, Line]:
-  with contextlib.suppress(OSError):
-    return {line["step"]: line for line in files.read_json_lines(directory, "receipt.jsonl") if "step" in line}
-  return {}
+def _receipt(job: Job) -> dict[int, Line]:
+  return {line["step"]: line for line in job.read("receipt.jsonl") if "step" in line}
 
 
 def _parts(line: Mapping[str, Any]) -> list[tuple[int, int]]:

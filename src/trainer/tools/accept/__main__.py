@@ -67,9 +67,8 @@ def _accept(options: argparse.Namespace) -> int:
     raise
   card = card_lib.made(found, (time.monotonic() - begun) / 60)
   if "undisturbed" in parts:
-    row = card_lib.compared(card, card_lib.read(str(card_lib.REFERENCE)))
-    row.command = found.command("undisturbed")
-    card.rows.append(row)
+    reference = card_lib.read(str(card_lib.REFERENCE))
+    card.rows.append(card_lib.compared(card, reference, found.command("undisturbed")))
   (out / "card.yml").write_text(card.text())
   (out / "card.html").write_text(card_lib.page(card))
   print(f"{'All rows hold' if card.holds else 'NOT ALL ROWS HOLD'}: {out}/card.yml, card.html", flush=True)

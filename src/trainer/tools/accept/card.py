@@ -29,7 +29,6 @@ _ADDRESS = re.compile(
   r"\b\d{1,3}(\.\d{1,3}){3}(:\d+)?\b|\b[a-z0-9]+://[^\s,;'\"]+|(?<![\w./])/[\w.+@%-]+(/[\w.+@%-]+)+"
 )
 _STATES = {True: "holds", False: "does not hold", None: "does not apply"}
-_DECIDING = ("cpu", "platform", "device_kind", "devices")  # of the machine: they decide the bits of a run
 
 
 class Card(BaseModel):
@@ -110,35 +109,31 @@ def read(file: str) -> Card:
   raise ConfigError(f"{file}: is no card: {reason}.\nGive the card.yml of an OUT folder.")
 
 
-def compared(card: Card, other: Card) -> CardRow:
+def compared(card: Card, other: Card, command: str = "") -> CardRow:
   """Row 7: the losses of a card against those of another one."""
-  same = _likeness(card) == _likeness(other)
-  limit = TOLERANCE.get(str(card.machine.get("platform")), ACCELERATORS)
-  expected = "equal bits" if same else f"within {limit:g}: other devices, versions or slices"
-  row = CardRow(7, f"losses of {LOSSES} steps", expected)
+  same, platform_name = _likeness(card) == _likeness(other), str(card.machine.get("platform"))
+  limit = 0.0 if same else TOLERANCE.get(platform_name, ACCELERATORS)
+  expected = f"within {limit:g}: other devices, versions or slices" if limit else "equal bits"
+  holds: bool | None = False
   if card.keys:
-    row.seen, row.holds = f"the card has other keys: {' '.join(card.keys)}", None
+    seen, holds = f"the card has other keys: {' '.join(card.keys)}", None
   elif len(card.losses) != LOSSES or len(other.losses) != LOSSES:
-    row.seen = f"{len(card.losses)} and {len(other.losses)} losses"
+    seen = f"{len(card.losses)} and {len(other.losses)} losses"
   elif card.losses == other.losses:
-    row.seen, row.holds = "equal bits", True
+    seen, holds = "equal bits", True
   else:
-    pairs = [
-      tuple(struct.unpack(">2f", bytes.fromhex(ours + theirs))) for ours, theirs in zip(card.losses, other.losses)
-    ]
-    gaps = [abs(ours - theirs) / max(abs(theirs), 1e-9) for ours, theirs in pairs]
-    first = next(step for step, (a, b) in enumerate(zip(card.losses, other.losses), 1) if a != b)
-    row.seen = f"the losses differ first at step {first}, by at most {max(gaps):.1e}"
-    row.holds = not same and all(gap <= limit for gap in gaps)
-  return row
+    pairs = list(zip(card.losses, other.losses, strict=True))
+    first = next(step for step, (ours, theirs) in enumerate(pairs, 1) if ours != theirs)
+    numbers = [struct.unpack(">2f", bytes.fromhex(ours + theirs)) for ours, theirs in pairs]
+    gaps = [abs(ours - theirs) / max(abs(theirs), 1e-9) for ours, theirs in numbers]
+    seen, holds = f"the losses differ first at step {first}, by at most {max(gaps):.1e}", all(g <= limit for g in gaps)
+  return CardRow(7, f"losses of {LOSSES} steps", expected, seen, command, holds)
 
 
 def _likeness(card: Card) -> list[Any]:
   """What decides the bits of a run."""
-  machine, versions = (
-    [of.get(name) for name in names] for of, names in ((card.machine, _DECIDING), (card.versions, ("jax", "jaxlib")))
-  )
-  return [card.slices, card.launcher == "pathways", machine, versions]
+  machine = [card.machine.get(name) for name in ("cpu", "platform", "device_kind", "devices")]
+  return [card.slices, card.launcher == "pathways", machine, card.versions.get("jax"), card.versions.get("jaxlib")]
 
 
 def differences(card: Card, other: Card) -> list[str]:

@@ -101,13 +101,13 @@ def of_options(options: argparse.Namespace) -> Launcher:
 
 @dataclass
 class Job:
-  """A run that accept starts, perhaps several times. until: when its part of the time is over."""
+  """A run that accept starts, perhaps several times."""
 
   launcher: Launcher
   name: str
   arguments: Sequence[str]
   folder: Path
-  until: float = 0.0
+  _until: float = 0.0
   _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
   @property
@@ -116,6 +116,10 @@ class Job:
 
   def command(self, *keys: str) -> list[str]:
     return [*self.launcher.command, *self.arguments, *self.launcher.keys, *keys]
+
+  def begin(self, seconds: float) -> None:
+    """From now on, nothing takes longer than so many seconds."""
+    self._until = time.monotonic() + seconds
 
   def start(self, *keys: str) -> None:
     """Starts the command of the run, with further keys."""
@@ -128,7 +132,7 @@ class Job:
 
   def seconds_left(self) -> float:
     """Raises NotSeen if no time is left."""
-    if (left := self.until - time.monotonic()) <= 0:
+    if (left := self._until - time.monotonic()) <= 0:
       raise NotSeen("its share of the time is over. Give a larger --budget, if nothing hangs")
     return left
 

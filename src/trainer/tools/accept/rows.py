@@ -94,9 +94,8 @@ class Acceptance:
     try:
       for at, self._part in enumerate(parts):
         share = PARTS[self._part][0] / sum(PARTS[part][0] for part in parts[at:])
-        now = time.monotonic()
         for job in self.jobs.values():
-          job.until = now + share * (self._deadline - now)
+          job.begin(share * (self._deadline - time.monotonic()))
         getattr(self, f"_{self._part}")()
         self.jobs["kill"].kill_all()
     finally:
@@ -217,7 +216,7 @@ class Acceptance:
       if not (links := records[-1]["links"]):
         raise DoesNotApply("all slices are on one host")
       delay, speed = max(link[0] for link in links.values()), min(link[1] for link in links.values())
-      row.figures = {"round_trip_ms": round(1e3 * delay, 3), "GB_per_second": float(f"{1e-9 * speed:.3g}")}
+      row.figures = {"round_trip_ms": round(1e3 * delay, 4), "GB_per_second": float(f"{1e-9 * speed:.3g}")}
       row.seen = (
         f"{len(links)} connections: round trip {1e3 * delay:.2f} ms, {8e-9 * speed:.3g} Gbit/s, the slowest ones"
       )

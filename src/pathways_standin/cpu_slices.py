@@ -155,10 +155,10 @@ class Slices:
       self.lost_shards += lost
       gate = self._hung.pop(slice_id, None)
     if gate is not None:
-      gate.open()  # whoever waits for the slice gets the error now
+      gate.open()  # every waiting request gets the error now
 
   def _fail_running(self, slice_id: int, status: Status) -> int:
-    """Fails the executions that still run on the slice, and those that need their results."""
+    """Fails the executions that still run on the slice, and executions that need their results."""
     failed: set[int] = set()
     lost = 0
     for number, execution in self._running.items():  # in the order of dispatch

@@ -42,7 +42,7 @@ class Standin:
   def control(self, *words: str | int) -> dict[str, Any]:
     """What the server reports about a command, for example control("kill", 1). Raises StandinError.
 
-    The commands are those of `python -m pathways_standin.control --help`.
+    `python -m pathways_standin.control --help` lists the commands.
     """
     return send(self.control_path, [str(word) for word in words])
 

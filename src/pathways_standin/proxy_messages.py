@@ -123,7 +123,7 @@ def _end(data: mmap.mmap, start: int) -> int:
 
 
 def _varint(data: mmap.mmap, position: int) -> tuple[int, int]:
-  """A number of at most 10 bytes, and the position after it; (0, position) where none is."""
+  """A number of at most 10 bytes, and the position after it; (0, position) without one."""
   result = 0
   for count in range(min(10, len(data) - position)):
     byte = data[position + count]

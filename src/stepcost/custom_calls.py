@@ -146,8 +146,8 @@ def _splash(kernel: Instruction, arrays: list[Array], phase: str) -> Attention |
 def computed_share(queries: int, keys: int, rows: int, columns: int) -> float:
   """Returns the share of blocks that are not above the diagonal, for `queries` of a sequence of `keys`.
 
-  Fewer queries than keys are those of a chip of a context axis. Such a chip has one part of the sequence near its
-  beginning and one as near its end, so that all chips have as much work. Here they are the first and the last part.
+  A chip of a context axis has fewer queries than keys: one part of the sequence near its beginning and one as near its
+  end, so that all chips have as much work. Here they are the first and the last part.
   """
   length = queries if queries == keys else queries // 2
   rows = min(rows, length)

@@ -100,7 +100,7 @@ class _Fused:
   fusions: dict[str, list[str]]  # key of a collective -> names of its fusions, in their order
 
   def of(self, instruction: Instruction) -> tuple[dict[str, Site], tuple[Site, ...]]:
-    """Returns the collectives that `instruction` executes with other fusions, by their keys, and those of it alone."""
+    """Returns the collectives that `instruction` executes with other fusions, by their keys, and its own ones."""
     sites = self.sites.get(instruction.name, {})
     shared = {key: site for key, site in sites.items() if len(self.fusions[key]) > 1}
     return shared, tuple(site for key, site in sites.items() if key not in shared)
@@ -220,7 +220,7 @@ class Decoder:
     return [self._module.computations[name] for name in instruction.called]
 
   def _collective_sites(self, computation: Computation, instruction: Instruction) -> tuple[Site, ...]:
-    """Returns the collectives that `instruction` is or contains, except those that are spread over fusions."""
+    """Returns the collectives that `instruction` is or contains, but no collective that is spread over fusions."""
     found = []
     for owner, part in self._module.parts(computation, instruction):
       collective = self._reader.read(owner, part)

@@ -96,7 +96,7 @@ CALIBRATIONS = MappingProxyType(
     "v5p": dataclasses.replace(_TPU, held_out=2, error=0.21),
     "v6e": dataclasses.replace(_TPU, held_out=2, error=0.9),  # 5% with few copies to the host
     "7x": dataclasses.replace(_TPU, held_out=3, error=0.07, measured_on=""),
-    # 5% with rows of 2,048 tokens and one document, 16% with 8,192; the largest error is that of packed rows.
+    # 5% with rows of 2,048 tokens and one document, 16% with 8,192; packed rows have the largest error.
     "H200": Calibration(0.41, 0.69, fitted=3, held_out=18, error=0.31),
     # The same cores. 22% with rows of 8,192 tokens, 17% with 2,048, all of one document.
     "H100": Calibration(0.41, 0.69, fitted=3, held_out=9, error=0.22, measured_on="H200"),

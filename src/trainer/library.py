@@ -75,7 +75,7 @@ class Run:
 
     callbacks: called with the record of each completed step; a step that is done again after a recovery is recorded
     again. Returns whether the run is complete; False: it was asked to stop, and has saved. Raises ConfigError for a
-    wrong configuration, and the error that ended the run otherwise: KeyboardInterrupt, or that of a callback too.
+    wrong configuration, and the error that ended the run otherwise: also KeyboardInterrupt and errors of a callback.
     """
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
       raise ConfigError(f"train({callbacks!r}): takes a list of functions.\nWrite run.train([print]).")

@@ -110,7 +110,7 @@ def inherited_environment() -> dict[str, str]:
 
 
 def run_command() -> str:
-  """The command that starts the run of this process again: the launcher's, or that of this process."""
+  """The command that starts the run of this process again: the launcher's command, or this process's."""
   return os.environ.get(COMMAND) or shlex.join(sys.orig_argv)
 
 

@@ -23,7 +23,7 @@ _SHORTEST_SECRET = 16  # characters
 
 
 def run_rules(config: Config) -> RunRules:
-  """The rules of a run of num_slices slices. The configuration is that of `shares.resolve`."""
+  """The rules of a run of num_slices slices. `shares.resolve` has made the configuration."""
   elastic, slices = config.elastic, config.cluster.num_slices
   minimum = elastic.elastic_min_slice_count if elastic.elastic_enabled else slices
   return RunRules(

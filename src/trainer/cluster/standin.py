@@ -87,7 +87,7 @@ class Faults(FaultTarget):
       self._end(slice_id, self._outages.get(slice_id))
 
   def replace(self) -> None:
-    """The run waits for slices: the scheduler replaces those that have no time of their return."""
+    """The run waits for slices: the scheduler replaces slices that have no time of their return."""
     with self._lock:
       for entry in self.server.control("status")["slices"]:
         if entry["down"] and entry["slice"] not in self._outages:  # somebody else has killed it

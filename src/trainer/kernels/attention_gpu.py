@@ -36,7 +36,7 @@ MAX_DOCUMENT_HEAD_DIM = 128  # of the kernel for documents, as far as it was tri
 # most 64, and the kernel runs for so many heads at once that the temporaries fit into 1 GiB.
 POSITIONS_PER_DOCUMENT, MIN_DOCUMENTS, MAX_DOCUMENTS = 256, 16, 64
 DOCUMENT_BYTES = 1 << 30
-REPAIRED_JAX = (0, 11, 1)  # before it, the offsets of the keys are those of the queries, which have more heads
+REPAIRED_JAX = (0, 11, 1)  # before it, keys get the offsets of the queries, which have more heads
 
 _Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]  # (q, k, v) -> out
 

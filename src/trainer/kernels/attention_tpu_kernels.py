@@ -82,7 +82,7 @@ def _positions(sizes: Sizes, starts: Any, step: jax.Array, of_q: pl.Slice, of_k:
 
 
 def _hide(scores: jax.Array, q_start: Any, k_start: Any, q_ids: jax.Array, k_ids: jax.Array, q_dim: int) -> jax.Array:
-  """Returns scores [m, n], where dim q_dim is that of the queries, with HIDDEN for those that a query does not see.
+  """Returns scores [m, n], where q_dim is the dim of the queries, with HIDDEN for keys that a query does not see.
 
   q_start, k_start: first positions. The ids broadcast to the scores.
   """

@@ -16,7 +16,7 @@ import numpy as np
 LANES = 128
 BLOCK = 1024  # queries and keys; half of it for wide heads
 # Of the scores that are computed at a time: keys in the forward pass, queries and keys in the backward pass. With
-# these sizes, as with those of blocks, the compiler's schedules have the fewest instructions (libtpu 0.0.52).
+# these sizes, as with the sizes of blocks, the compiler's schedules have the fewest instructions (libtpu 0.0.52).
 TILE = 512
 # A step of the grid: a block of queries << 19 | a block of keys << 6 | what to do there.
 RUN, FIRST, LAST, MASKED, FIRST_OF_QUERIES, LAST_OF_QUERIES = (1 << bit for bit in range(6))
@@ -31,7 +31,7 @@ class Steps(NamedTuple):
   starts: Any  # first position of each block of queries, int32 [context, T / block]
   forward: Any  # steps of the grid, int32 [context, steps]
   backward: Any
-  written: Any  # for each step of `backward`: the gradients of which block of queries it writes, or a later step
+  written: Any  # for each step of `backward`: the block of queries whose gradients it writes, or a later step
 
 
 def make(starts: np.ndarray, queries: int, keys: int, columns: int, rows_of_chunk: int) -> Steps:
@@ -104,8 +104,8 @@ def _table(lists: list[list[int]]) -> np.ndarray:
 def _written(table: np.ndarray) -> np.ndarray:
   """Returns, for each step, the block of queries << 2 | BEFORE, NOW or AFTER.
 
-  The block is the one whose gradients the step writes, or else the next step that writes some. A block of an output has
-  to be that of consecutive steps, because it is copied to HBM when another one follows.
+  The step, or else the next step that writes gradients, writes the gradients of this block. A block of an output must
+  belong to consecutive steps, because it is copied to HBM when another one follows.
   """
   found = np.empty_like(table)
   for steps, blocks in zip(table.tolist(), found, strict=True):

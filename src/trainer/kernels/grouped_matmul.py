@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 # next sizes[1] to group 1, and so on; the sizes add up to M. Differentiable in x and w.
 GroupedMatmul = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
-# The two products of a platform, of which `differentiable` makes a grouped matmul. Results have the given dtype.
+# The two products of a platform. `differentiable` makes a grouped matmul of them. Results have the given dtype.
 # times_weights(x [M, K], w [E, K, N], sizes, dtype, transposed=) -> [M, N]: rows times the weights of their groups. If
 #   transposed, w is [E, N, K].
 # times_rows(x [M, K], g [M, N], sizes, dtype) -> [E, K, N]: the sum of the outer products of the rows of each group
@@ -72,7 +72,7 @@ def with_rows_behind(multiply: GroupedMatmul, parts: int) -> GroupedMatmul:
 
   def run(x: jax.Array, w: jax.Array, sizes: jax.Array) -> jax.Array:
     inside = (jnp.arange(len(x), dtype=jnp.int32) < jnp.sum(sizes))[:, None]
-    # The kernels do not compute these rows, so their memory, and that of their gradients, may hold anything.
+    # The kernels do not compute these rows, so their memory, and the memory of their gradients, may hold anything.
     with jax.named_scope(f"one_of_{parts}_parts"):
       return jnp.where(inside, multiply(jnp.where(inside, x, 0), w, sizes), 0)
 

@@ -3,7 +3,7 @@
   python -m trainer.launch.agent --supervisor HOST:PORT [--slices 1] [--host ADDRESS] [--token-file FILE]
 
 The supervisor says what to run, and decides about restarts. The agent starts the processes, reports at once when one
-ends, and kills those that hang. If the connection to the supervisor ends, the processes save and end, and the agent
+ends, and kills processes that hang. If the connection to the supervisor ends, the processes save and end, and the agent
 waits for a supervisor at the same address. If it cannot reach any within --wait-seconds, it ends with exit code 42: a
 scheduler may start it again. If the agent dies, its processes leave in good order, because nobody could restart or kill
 them any more.
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
   parser = commands.parser(__doc__)
   parser.add_argument("--supervisor", metavar="HOST:PORT", required=True, help="what trainer.launch.local listens on")
   parser.add_argument("--slices", type=whole(1), default=1, help="slices of this host (default: 1)")
-  parser.add_argument("--host", default="", help="this host's address for the others (default: that of the connection)")
+  parser.add_argument("--host", default="", help="this host's address for the others (default: as in the connection)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   parser.add_argument("--wait-seconds", type=real(0, 1e9), default=300.0, help="longest wait for the supervisor (300)")
   return commands.main(parser, _run, argv)

@@ -6,7 +6,7 @@ With --listen HOST:PORT --local-slices N, agents on other hosts (trainer.launch.
 
 Every slice is a process (or several) with its own JAX world. This process supervises them: when one is lost, the others
 go on within a fraction of a second and lose no step; the lost one is started again and joins with the state of a living
-one. All other arguments and the exit codes are those of `python -m trainer`.
+one. All other arguments and the exit codes are as for `python -m trainer`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--local-slices", type=whole(0), help="slices of this host, if agents run the others or none does (default: all)"
   )
-  parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: that of --listen)")
+  parser.add_argument("--advertise", metavar="HOST", help="the address for other hosts (default: as in --listen)")
   parser.add_argument("--token-file", default="", help="file with the token (default: variable TRAINER_TOKEN)")
   return commands.main(parser, _run, argv, rest="arguments")
 

@@ -1,7 +1,7 @@
 """The mixture of experts of Qwen3-MoE: a router, and experts that compute only the tokens that it sends them.
 
 No token is dropped, and nothing depends on other micro-batches: assignments are sorted by expert and position, and a
-token's results are added in the order of its choices. So a share has the same bits whoever computes it.
+token's results are added in the order of its choices. So a share has the same bits on every slice.
 
 The load of the experts, which the balance loss needs, belongs to the whole batch. It is a weight whose gradient is the
 number of tokens that chose each expert. Whatever sums gradients over micro-batches, shares and slices sums it too. The

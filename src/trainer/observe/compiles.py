@@ -20,8 +20,8 @@ _is_counted: ContextVar[bool] = ContextVar("whether compilations are counted", d
 
 @contextlib.contextmanager
 def uncounted() -> Iterator[None]:
-  """Inside this block, compilations of this thread are not counted: those in the background, for which the training
-  loop does not wait, and those of health checks are no part of a recovery."""
+  """Inside this block, compilations of this thread are not counted: the training loop does not wait for compilations
+  in the background, and compilations of health checks are no part of a recovery."""
   token = _is_counted.set(False)
   try:
     yield

@@ -58,7 +58,7 @@ Faults and recovery
   nonfinite      step, loss, grad_norm
   network        of slices as processes, at the end of an attempt: links (dict: a member on another host: the shortest
                  round trip in seconds, and bytes per second, of the connection to it, as the system has measured them)
-  replicas_differ step, slice, array: no snapshot, because this slice's copy of the array is not that of the others
+  replicas_differ step, slice, array: no snapshot, because this slice has another copy of the array than the others
   recovery       once per slice_down or slice_up, when the first new step has completed, or no step is left:
                  event ("slice_down", "slice_up"), slice, step_before, step_after, steps_lost, tokens_lost,
                  slices_before, slices_after, detect_seconds, wait_seconds, restore_seconds, compile_seconds,

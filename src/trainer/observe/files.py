@@ -260,7 +260,7 @@ def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iter
 
 
 def known(read: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
-  """The records that read() finds. If the storage fails, none: records may then be written twice, and none is lost."""
+  """The records that read() finds; [] if the storage fails: records may then be written twice, and no record is lost."""
   try:
     return list(read())
   except OSError as error:
@@ -269,7 +269,7 @@ def known(read: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def read_json_lines_from(directory: str, name: str, start: int) -> tuple[list[dict[str, Any]], int]:
-  """The records of a local line file of JSON objects from byte `start` on, and where those that follow will begin."""
+  """The records of a local line file of JSON objects from byte `start` on, and where the next records will begin."""
   with (Path(directory) / name).open("rb") as file:
     file.seek(start)
     data = file.read()

@@ -41,7 +41,7 @@ class StepRecord:
   skipped: bool = False  # non-finite: the update was not applied
   z_loss: float | None = None  # per weighted token, added to the loss; None: not used, no field in the record
   router_load_max: float | None = None  # tokens of the most used expert of any layer, relative to an even load, ...
-  router_load_min: float | None = None  # ... those of the least used one, ...
+  router_load_min: float | None = None  # ... tokens of the least used expert, ...
   router_entropy: float | None = None  # ... and the mean entropy of a layer, 1 if even; None: no experts, no fields
   examples: dict[str, int] | None = None  # of the run so far, by source; None: no mixture, no field in the record
   slice_seconds: dict[str, float] | None = None  # {slice: seconds of its data and computation}; None: one world
@@ -359,7 +359,7 @@ def given_up(steps: Sequence[float] | np.ndarray, completed: Sequence[bool] | np
 
 
 def current_records(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """The records that count: without those that were given up."""
+  """The records that count: without records that were given up."""
   gone = given_up([record["step"] for record in records], ["loss" in record for record in records])
   return list(itertools.compress(records, ~gone))
 

@@ -34,7 +34,7 @@ class Profiler:
     """Call before the attempt's step number `index` (from 0) is dispatched.
 
     `wait` returns when all dispatched work is done. Steps run asynchronously, so without `wait` the window would hold
-    other steps. It is called only at the two ends of the window; its exceptions are those of the training step.
+    other steps. It is called only at the two ends of the window; it raises what the training step raises.
     """
     if self._stop is None and index in self._window and not self._ended:
       wait()

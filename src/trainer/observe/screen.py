@@ -45,7 +45,7 @@ class _Stream(io.TextIOWrapper):
 
 
 def protect(*, ends: bool = False) -> None:
-  """Makes every print of this process safe, also those of libraries: after an error of stdout or stderr, nothing is
+  """Makes every print of this process safe, also in libraries: after an error of stdout or stderr, nothing is
   printed there any more, and the process goes on. Also opens them if they are closed (`>&-`), and escapes characters
   that their encoding lacks. ends: an error of stdout ends the process."""
   for name in ("stdout", "stderr"):

@@ -132,7 +132,7 @@ def manual_over_fsdp(run: Callable[..., Any], weights: Any, totals: Any, axes: d
   axes: the logical axes of the `weights` under "layers", and of the output head under "head". totals: {"layers": ...,
   "head": ...}: arrays with these axes, or None for both. `run` returns totals["head"] unchanged. rows: arrays [B, ...].
 
-  Inside `run`, arrays are those of one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
+  Inside `run`, arrays are local to one shard, and `with_whole_weight` gathers weights. Then the gradient of a weight is
   summed and split over fsdp by one reduce-scatter. The TPU compiler's own partitioning would send twice as much: it
   sums whole gradients and then cuts its shard out of them.
   """
@@ -305,7 +305,7 @@ def head_neighbours(mesh: Mesh, tokens: int, vocab: int) -> int:
 
 
 def is_manual_over_fsdp() -> bool:
-  """Returns whether arrays of the current trace are those of one shard of fsdp."""
+  """Returns whether arrays of the current trace are local to one shard of fsdp."""
   mesh = jax.sharding.get_abstract_mesh()
   return not mesh.empty and FSDP in mesh.manual_axes
 

@@ -41,7 +41,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   degraded = options.preflight_degraded is not DegradedStep.NONE
   wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
   compiled_total = total
-  if _separate(config):  # each process compiles the program of its own slice, whoever else is alive
+  if _separate(config):  # each process compiles the program of its own slice, whichever others are alive
     wanted, compiled_total = [1], 1
     config = shares.resolve(config)
   if config.model.remat_policy is RematPolicy.AUTO:

@@ -78,7 +78,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
   """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
 
   shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy
-  on its way between slices. Memory and traffic are those of one slice, all hosts together.
+  on its way between slices. Memory and traffic are per slice, all hosts together.
   """
   lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | most sums held | most sent"]
   for alive in range(total, 0, -1):

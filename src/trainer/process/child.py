@@ -52,7 +52,7 @@ def kill_descendants(seconds: float) -> bool:
 
 def run_child(command: Sequence[str], output: BinaryIO | None = None) -> int:
   """Returns the exit code of a command. A signal that ends this process ends the command first, with all processes that
-  it has started. output: for its stdout and stderr; None: those of this process."""
+  it has started. output: for its stdout and stderr; None: as of this process."""
 
   def end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)

@@ -221,7 +221,7 @@ class Stop:
         self._forward(signal.SIGTERM)
 
   def _exit(self, code: int, text: str, record: Callable[[int], None] | None = None) -> None:
-    """Ends the process, once. `record` runs in a thread: this one may have interrupted whoever holds a lock."""
+    """Ends the process, once. `record` runs in a thread: this thread may have interrupted another that holds a lock."""
     if not self._leaving.acquire(blocking=False):
       return
     if record is not None:

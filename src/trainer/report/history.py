@@ -110,7 +110,7 @@ class RunHistory:
     raise ConfigError(f"{self.directory}: no completed step in {METRICS_FILE} yet. Try again after the first step")
 
   def last_loss(self) -> tuple[float, str]:
-    """The training loss at the end of `steps`, and in words what it is: a mean of those that are finite.
+    """The training loss at the end of `steps`, and in words what it is: a mean of the finite losses.
 
     The last step of a short run, whose loss still falls so fast that a mean would hide it.
     """

@@ -54,14 +54,14 @@ class Incident:
 
 
 def find(run: RunHistory) -> list[Incident]:
-  """The incidents of a run in order of time. The costs of a lost or returned slice are those of its recovery record."""
+  """The incidents of a run in order of time. A lost or returned slice has the costs in its recovery record."""
   found = [*_resizes(run), *_restarts(run), *_hangs(run), *_saves(run), *_others(run), *_failures(run)]
   return charge(sorted(found, key=lambda incident: incident.wall))
 
 
 def charge(incidents: list[Incident]) -> list[Incident]:
-  """The same incidents with own_seconds: time that several share belongs to the one that began first. So their sum is
-  the time in which at least one of them was under way."""
+  """The same incidents with own_seconds: time that several share belongs to the incident that began first. So their sum
+  is the time in which at least one incident was under way."""
   charged, end = list(incidents), -np.inf
   began = {index: incident.wall - incident.seconds for index, incident in enumerate(incidents) if incident.seconds}
   for index in sorted(began, key=lambda index: (began[index], incidents[index].wall)):

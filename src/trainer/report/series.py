@@ -75,7 +75,7 @@ def _group_means(values: np.ndarray, starts: np.ndarray) -> np.ndarray:
 
 
 def spread(places: np.ndarray) -> np.ndarray:
-  """At most about MAX_POINTS of `places`: the first of those that would be drawn on the same spot."""
+  """At most about MAX_POINTS of `places`: the first of all places that would be drawn on the same spot."""
   if len(places) <= MAX_POINTS:
     return places
   width = np.ptp(places) or 1.0

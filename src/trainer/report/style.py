@@ -17,7 +17,7 @@ INK, ORANGE, SKY, GREEN = "#1b1f24", "#e69f00", "#56b4e9", "#009e73"
 BLUE, VERMILION, PURPLE, BROWN, VIOLET = "#0072b2", "#d55e00", "#cc79a7", "#8c6d31", "#5e3c99"
 GREY, LINE, GRID, PAPER = "#66707a", "#aab2ba", "#e4e7ea", "#fffffe"  # PAPER: no other white has this value
 
-# Colour on light paper -> colour on dark paper, for those that cannot stay.
+# Colour on light paper -> colour on dark paper, for colours that cannot stay.
 DARK = {
   INK: "#e6e9ec",
   GREY: "#9aa4ae",

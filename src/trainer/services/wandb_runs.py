@@ -22,7 +22,7 @@ from trainer.observe.log import Log
 from trainer.services.background_writer import Scalars
 from worlds.exit_codes import PREEMPTED
 
-EVALUATED = "evaluation/step"  # the step of which the evaluation in the same row is
+EVALUATED = "evaluation/step"  # the step of the evaluation in the same row
 
 
 @dataclasses.dataclass(frozen=True)

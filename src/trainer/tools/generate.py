@@ -115,7 +115,7 @@ def _talk(model: trainer.Model, tokens: int, sampling: trainer.Sampling) -> None
 
 
 def _show(text: str, shown: str) -> str:
-  """Prints what is new in a growing text of which `shown` was printed. Returns what has been printed."""
+  """Prints what a growing text has after its printed part `shown`. Returns what has been printed."""
   if text.endswith("\ufffd"):  # a character may need more tokens
     return shown
   print(text[len(shown) :], end="", flush=True)

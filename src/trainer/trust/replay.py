@@ -57,7 +57,7 @@ class Replay:
   folders: tuple[str, str]
 
   def is_exact(self, line: Line) -> bool:
-    """Whether the bits of the step of this line must be those of the run."""
+    """Whether the step of this line must have the same bits as in the run."""
     return not self.unlike and ("weights" in line or line.get("computed") == self.lines[line["step"]].get("computed"))
 
   def distance(self) -> tuple[str, float] | None:
@@ -94,7 +94,7 @@ def interval(text: str, lines: Mapping[int, Line]) -> tuple[int, int]:
 @contextlib.contextmanager
 def replay(run: str, lines: Sequence[Line], first: int, last: int, keys: Sequence[str]) -> Iterator[Replay]:
   """Computes the steps from `first` to `last` again; the block can read the folder of the replay. keys: key=value that
-  replace those of the run. Raises ConfigError if a checkpoint is missing, the keys do not fit, or the program that
+  replace the keys of the run. Raises ConfigError if a checkpoint is missing, the keys do not fit, or the program that
   computes fails."""
   base = _base(run, first)
   start = _start(lines, base, last)

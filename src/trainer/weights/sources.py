@@ -142,8 +142,8 @@ class WeightSource:
 def use(place: str, work: Callable[[WeightSource], X]) -> X:
   """Returns what `work` returns for the source at `place`, see `open_source`.
 
-  If the run that writes checkpoints there has deleted the one that `work` reads, `work` gets the newest that is left,
-  unless `place` names a step. Raises ConfigError if that happens again and again.
+  If the run there has deleted the checkpoint that `work` reads, `work` gets the newest one that is left, unless `place`
+  names a step. Raises ConfigError if that happens again and again.
   """
   for _ in range(_TRIES):
     source = open_source(place)

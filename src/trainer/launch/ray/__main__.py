@@ -4,7 +4,7 @@
     CONFIG.yml key=value ...
 
 Each slice has its own JAX world. Slices of TPUs are started as a whole; without --topology a slice is one worker with
---gpus-per-slice GPUs, or one CPU. All other arguments and the exit codes are those of `python -m trainer`.
+--gpus-per-slice GPUs, or one CPU. All other arguments and the exit codes are as for `python -m trainer`.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def read_last_json_lines(directory: str, name: str, size: int = 1 << 17) -> Iter
 
 
 def known(read: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
-  """The records that read() finds; [] if the storage fails: records may then be written twice, and no record is lost."""
+  """The records that read() finds; [] if the storage fails: records may be written twice, and none is lost."""
   try:
     return list(read())
   except OSError as error:

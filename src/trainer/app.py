@@ -60,13 +60,13 @@ def run(
     from trainer.checkpoint.errors import CheckpointError
     from trainer.config import ConfigError
     from trainer.elastic import retry
-    from trainer.process import compilation_cache, open_files
+    from trainer.process import compilation_cache, file_limit
     from trainer.program import program
     from trainer.run import run_data
     from trainer.run import session as session_lib
     from worlds.peers import RunEnded
 
-    open_files.raise_limit()
+    file_limit.raise_limit()
     stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:

@@ -125,7 +125,7 @@ def test_the_log_of_a_run_has_the_guides_lines(tmp_path):
 def test_recording_and_reporting_need_no_jax():
   code = (
     "import sys\n"
-    "from trainer.observe import log, metrics, events, progress, throughput\n"
+    "from trainer.observe import log, metrics, events, progress_bar, throughput\n"
     "from trainer.observe import watchdog, files\n"
     "from trainer.report import goodput, history, page, plots\n"
     "import trainer.tools.report\n"

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from trainer.observe import screen
-from trainer.process import open_files
+from trainer.process import file_limit
 from worlds.exit_codes import FAILED
 from worlds.interruptions import end_on_error, requests
 from worlds.membership.coordinator import Coordinator
@@ -34,7 +34,7 @@ _END_SECONDS = 10.0  # from the end of the run until the last worker has closed 
 def main() -> int:
   """Supervises the run until it or the parent ends. Returns 0."""
   screen.protect()
-  open_files.raise_limit()  # each worker has a connection
+  file_limit.raise_limit()  # each worker has a connection
   end_on_error(lambda: os._exit(FAILED))  # as if it had been killed: the workers save the state and end
   job = json.loads(sys.stdin.readline())
   coordinator = Coordinator(RunRules(**job["rules"]), run_id=secrets.token_hex(6), expected=job["expected"])

@@ -45,7 +45,7 @@ def _run(options: argparse.Namespace) -> int:
   from trainer.config import ConfigError, shares, validate
   from trainer.config.load import load_with_origins
   from trainer.launch.launcher_keys import program, refuse_other
-  from trainer.process import open_files
+  from trainer.process import file_limit
   from worlds.supervisor import Supervisor
 
   _check(options)
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     exchange_host(config.elastic.exchange_network)  # wrong input: before a process starts
   _check_local(options, rules.minimum)
   where = _listen(options) if options.listen else None
-  open_files.raise_limit()  # each member has a connection
+  file_limit.raise_limit()  # each member has a connection
   supervisor = Supervisor(
     program(),
     arguments,

@@ -34,7 +34,7 @@ from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.observe.metrics import Metrics, StepRecord
-from trainer.observe.progress import Progress
+from trainer.observe.progress_bar import Progress
 from trainer.observe.watchdog import Watchdog
 from trainer.parallel import memory
 from trainer.process.stop import Stop

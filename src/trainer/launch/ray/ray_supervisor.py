@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from trainer.launch.ray import ray_slices
 from trainer.launch.ray.ray_slices import Environment, RaySlot, RayWorker
-from trainer.process import open_files
+from trainer.process import file_limit
 from worlds import addresses
 from worlds.exit_codes import FAILED
 from worlds.membership.coordinator import Coordinator
@@ -33,7 +33,7 @@ class RunSupervisor:
   ) -> None:
     """host: where the workers reach this process. lanes: workers of a slice. attempts: groups without progress before
     the run gives up. kill: ends a worker's process, and returns at once."""
-    open_files.raise_limit()  # each worker has a connection
+    file_limit.raise_limit()  # each worker has a connection
     self._rules, self._host, self._lanes, self._tpu, self._kill = rules, host, lanes, tpu, kill
     self._attempts, self._tries = attempts, 0
     self._failures = Failures(rules.attempts)  # of all groups

@@ -11,7 +11,7 @@ from tests.support.command import without_times
 
 from trainer.observe import log
 from trainer.observe.metrics import StepRecord, format_step_line
-from trainer.observe.progress import Progress
+from trainer.observe.progress_bar import Progress
 
 
 def record(step: int) -> StepRecord:
@@ -32,7 +32,7 @@ def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path)
     import time
     from trainer.observe import log
     from trainer.observe.metrics import StepRecord
-    from trainer.observe.progress import Progress
+    from trainer.observe.progress_bar import Progress
     out = log.get({str(tmp_path)!r})
     with Progress(out, total_steps=40, total_slices=3, log_period=1, eval_interval=20) as progress:
       for step in range(1, 41):

@@ -96,7 +96,7 @@ def test_imports_point_down():
   assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @needs.workshop
 def test_without_the_programs_around_it_the_core_trains_and_its_tests_are_found(tmp_path):
   """The first day of a fork. `python -m tests.support.first_day` runs these tests."""

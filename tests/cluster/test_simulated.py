@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.support.clock import Clock
+from tests.support.seeds import few
 
 from trainer import cluster
 from trainer.cluster.simulated import SimulatedCluster
@@ -202,7 +203,7 @@ def of_slurm(process: int, port: int) -> dict[str, str]:
   return variables | {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": str(process), "SLURM_LOCALID": "0"}
 
 
-@pytest.mark.parametrize("variables", [of_jax, of_jobset, of_slurm])
+@pytest.mark.parametrize("variables", few([of_slurm], [of_jax, of_jobset, of_slurm]))
 def test_two_processes_share_the_slices(variables):
   port = free_port_of(range(61440, 65536)) if variables is of_slurm else free_port()
   code = (

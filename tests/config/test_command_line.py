@@ -44,8 +44,9 @@ def test_help_and_print_config_are_fast_and_import_nothing_heavy(argv, words):
   assert {"trainer", "pydantic"} <= modules
   assert not modules & set(HEAVY)
   fastest = float("inf")
-  for _ in range(3):
-    before = cpu_seconds()
+  tries = 3
+  while fastest >= SECONDS and tries:
+    before, tries = cpu_seconds(), tries - 1
     run(*argv)
     fastest = min(fastest, cpu_seconds() - before)
   assert fastest < SECONDS

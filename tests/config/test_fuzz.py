@@ -54,13 +54,13 @@ def loads_or_refuses(argv: list[str]) -> None:
 @example([("model_name", "\ud800")])
 @example([("elastic_enabled", "true"), ("fault_injection", "slice_down@1:" + "9" * 5000)])
 @example([("elastic_enabled", "true"), ("fault_injection", "random:seed=" + "9" * 5000 + ",rate=0.5")])
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_arguments_load_or_are_refused(pairs):
   loads_or_refuses(["configs/base.yml", *(f"{name}={value}" for name, value in pairs)])
 
 
 @given(pairs=st.lists(lines, min_size=1, max_size=5))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_yaml_loads_or_is_refused(pairs, tmp_path):
   text = "".join(f"{name}: {value}\n" for name, value in pairs)
   (tmp_path / "c.yml").write_bytes(text.encode("utf-8", "surrogatepass"))

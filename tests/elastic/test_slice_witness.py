@@ -11,7 +11,7 @@ from trainer.config.schema import ElasticSection
 from trainer.elastic.retry import check
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_slices_with_a_wrong_state_and_wrong_sums_are_lost_and_stay_away(harness):
   """Of three slices, one gets another optimizer state; then one of the two that are left has a transient fault."""

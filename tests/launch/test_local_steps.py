@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 
+import pytest
 from tests.support.command import Run, differences
 from tests.support.forked_runs import SLOW
 from tests.support.process_runs import ProcessRun
@@ -19,6 +20,7 @@ KEYS = [
 ]
 
 
+@pytest.mark.slow
 def test_faults_in_rounds_and_a_restart_cost_no_bit_and_no_line(server, tmp_path):
   """A slice is killed, and the others compute its replicas too; then the slice that writes the records is killed, and
   the run waits for one of the two. SIGTERM stops it in a round, and the same command continues it."""

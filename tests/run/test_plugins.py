@@ -21,7 +21,7 @@ class Stopped(Plugin):
     raise StopRequested
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_complete_run_that_must_end_is_still_complete(tmp_path):
   config = config_lib.load([*KEYS, f"base_output_directory={tmp_path}", "cluster=simulated"])
   ended = app.run(config, lambda: Extensions(plugins=(Stopped,)), Stop(), time.monotonic())

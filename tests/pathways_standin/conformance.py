@@ -12,14 +12,11 @@ import sys
 import traceback
 
 import jax
-import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pathwaysutils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 DEVICES = 4
-DTYPES = "bool int4 int64 complex64 bfloat16 float8_e4m3fn".split()
 PROGRAMS = {}
 
 
@@ -27,10 +24,6 @@ def program(function):
   """Registers a program: devices -> a tree of arrays, numbers and strings."""
   PROGRAMS[function.__name__] = function
   return function
-
-
-def numpy_dtype(name):
-  return np.dtype(getattr(ml_dtypes, name, None) or name)
 
 
 def example(shape, dtype=np.float32, seed=0):
@@ -46,46 +39,11 @@ def named(devices, shape, *axes, **kwargs):
   return NamedSharding(mesh(devices, *shape), PartitionSpec(*axes), **kwargs)
 
 
-def _round_trip(name):
-  def run(devices):
-    dtype = numpy_dtype(name)
-    with jax.enable_x64(True):
-      values = [example(shape, np.float32).astype(dtype) for shape in ((), (3,), (2, 0), (3, 4, 5))]
-      return [jax.device_put(value, devices[1]) for value in values]
-
-  return run
-
-
-for _name in DTYPES:
-  PROGRAMS[f"round_trip_{_name}"] = _round_trip(_name)
-
-
-@program
-def arithmetic(devices):
-  x = jax.device_put(np.array([[0, 1, 1], [1, 0, 1]]).astype(ml_dtypes.bfloat16), devices[0])
-  return jax.jit(lambda x: (x, x.T, x == x, jnp.where(x.astype(bool), x, x), x.astype(np.float32).sum()))(x)
-
-
-@program
-def host_arrays_with_strides(devices):
-  x = example((6, 8, 4))
-  views = [x.T, x[::2], x[:, 1:5:2, ::3], x[..., None], np.asfortranarray(x)]
-  return [jax.device_put(view, devices[0]) for view in views]
-
-
 @program
 def sharded_matmul(devices):
   x = jax.device_put(example((8, 8)), named(devices, (2, 2), "a", "b"))
   out = (named(devices, (2, 2), "a"), named(devices, (2, 2)), named(devices, (2, 2), None, "b"))
   return jax.jit(lambda x: (x @ x, x.sum(), x.T), out_shardings=out)(x)
-
-
-@program
-def reshard_with_donation(devices):
-  x = jax.device_put(example((8, 8)), named(devices, (4,), "a"))
-  y = jax.device_put(x, named(devices, (4,), None, "a"), donate=True)
-  z = jax.device_put(y, named(devices[:2], (2,), "a"), may_alias=True)
-  return y, z, x.is_deleted()
 
 
 @program
@@ -101,14 +59,6 @@ def donation(devices):
   except RuntimeError as error:
     use = type(error).__name__
   return y, z, kept, x.is_deleted(), kept.is_deleted(), use
-
-
-@program
-def deletion(devices):
-  x = jax.device_put(example((8,)), named(devices, (4,), "a"))
-  part = x.addressable_shards[1].data + 0
-  x.delete()
-  return part, x.is_deleted()
 
 
 @program
@@ -163,14 +113,6 @@ def assembled_arrays(devices):
   local = jax.make_array_from_process_local_data(sharding, x)
   parts = [(str(shard.index), shard.replica_id, shard.data) for shard in called.addressable_shards]
   return assembled, called, local, parts, assembled + local, called[3], called[2:5, ::2]
-
-
-@program
-def ready_and_copied(devices):
-  x = jax.jit(lambda x: x @ x)(jax.device_put(example((64, 64)), named(devices, (4,), "a")))
-  x.copy_to_host_async()
-  jax.block_until_ready(x)
-  return x, x.is_ready(), jnp.array(x, copy=True), x.nbytes
 
 
 def same(ours, expected, path=""):

@@ -12,10 +12,9 @@ from trainer import config as config_lib
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import RematPolicy
-from trainer.kernels import remat
-from trainer.preflight import analysis, findings, remat_choice
+from trainer.preflight import analysis, remat_choice
 from trainer.preflight.analysis import Memory, Refused
-from trainer.preflight.remat_choice import CANDIDATES, WITH_INPUTS_ON_HOST
+from trainer.preflight.remat_choice import CANDIDATES
 from trainer.world import SingleWorld
 
 KEYS = (
@@ -37,7 +36,7 @@ def compiler(monkeypatch):
   fake = types.SimpleNamespace(milliseconds={}, gigabytes={}, more=0.0, tried=[])
 
   def analyse(config, slices, total):
-    policy = config.model.custom_remat or config.model.remat_policy
+    policy = config.model.remat_policy
     fake.tried.append((policy, len(slices)))
     used = fake.gigabytes[policy] + fake.more * (len(slices) < total)
     if used > 30:
@@ -98,22 +97,6 @@ def test_the_choice_also_fits_with_one_slice_lost(compiler):
   assert not remat_choice.needs_fewer(load("elastic_min_slice_count=1", "elastic_enabled=false"), 3)
 
 
-def test_inputs_of_layers_go_to_the_host_where_full_does_not_fit(compiler):
-  compiler.gigabytes = {RematPolicy.FULL: 25} | dict(zip(WITH_INPUTS_ON_HOST, (9, 12, 15, 25)))
-  compiler.milliseconds = dict(zip(WITH_INPUTS_ON_HOST, (30, 20, 25)))
-  config = load()
-  choice, candidates = remat_choice.choose(config, [TPU])
-  assert [policy for policy, _ in compiler.tried] == [RematPolicy.FULL, *WITH_INPUTS_ON_HOST[:4]]
-  text = "custom (custom_remat=decoder_layer_input=offload,out_proj=device)"
-  assert str(choice) == f"remat_policy=auto: {text}, the shortest of 3 estimated steps, 20.0 ms"
-  assert findings.remat_lines(choice, candidates)[4] == f"  {text} | 20.0 ms | 20.0 ms | 12.0 GB"
-  model = choice.applied(config).model
-  assert remat.saved_names(model) == (("out_proj",), ("decoder_layer_input",))
-  # A run writes its configuration as the keys of a file; the choice is the same after reading it.
-  written = load("remat_policy=custom", f"custom_remat={model.custom_remat}")
-  assert written.model == model
-
-
 @pytest.fixture
 def cluster():
   return SimulatedCluster({i: (jax.devices()[i],) for i in range(2)})
@@ -129,13 +112,9 @@ def resolve(config, cluster):
 
 @pytest.fixture
 def chooses(monkeypatch):
-  """choose() returns the policies of this list, one after the other, with `custom`, and compiles nothing."""
-
-  class Policies(list):
-    custom = ""
-
-  policies = Policies()
-  choose = lambda config, slice_sets: (remat_choice.Choice(policies.pop(0), "a reason", policies.custom), [])
+  """choose() returns the policies of this list, one after the other, and compiles nothing."""
+  policies = []
+  choose = lambda config, slice_sets: (remat_choice.Choice(policies.pop(0), "a reason"), [])
   monkeypatch.setattr(remat_choice, "choose", choose)
   return policies
 

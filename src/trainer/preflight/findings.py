@@ -21,7 +21,7 @@ from trainer.config.schema import Config
 from trainer.elastic import batch_plan
 from trainer.preflight import host_memory
 from trainer.preflight.analysis import Analysis, roofline, timeline
-from trainer.preflight.remat_choice import Choice, PolicyResult, label
+from trainer.preflight.remat_choice import Choice, PolicyResult
 from trainer.program import program
 from trainer.program.state import TrainState
 
@@ -137,7 +137,7 @@ def remat_lines(choice: Choice, candidates: Sequence[PolicyResult]) -> list[str]
   for c in candidates:
     times = f"{milliseconds(c.seconds)} | {milliseconds(c.exposed)}" if c.seconds else "no estimate | no estimate"
     result = f"cannot run: {c.problem}" if c.problem else f"{times} | {size(c.total_bytes)}"
-    lines.append(f"  {label(c.policy, c.custom)} | {result}")
+    lines.append(f"  {c.policy} | {result}")
   return lines
 
 

@@ -1,7 +1,7 @@
 """remat_policy=auto: chooses the policy of a run by compiling its step with each candidate.
 
-On TPUs the choice is the policy with the shortest estimated step (docs/preflight.md) among the policies that fit. If
-not even `full` fits, the inputs of the layers go to the host. CPUs and GPUs have no such estimate: their choice is the
+On TPUs the choice is the policy with the shortest estimated step (docs/preflight.md) among the policies that fit. CPUs
+and GPUs have no such estimate: their choice is the
 first policy of a fixed order that fits. A run keeps its choice, because policies compute the same function with
 different rounding.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,7 @@ from trainer import world as world_lib
 from trainer.cluster import Cluster
 from trainer.config import files as config_files
 from trainer.config.errors import ConfigError
-from trainer.config.schema import ACTIVATIONS, Config, RematPolicy
-from trainer.kernels import remat
+from trainer.config.schema import Config, RematPolicy
 from trainer.observe import environment, files
 from trainer.parallel import memory
 from trainer.preflight import analysis
@@ -42,15 +40,6 @@ CANDIDATES = (
   RematPolicy.SAVE_DOT_WITH_CONTEXT_EXCEPT_MLP,
   RematPolicy.MINIMAL_WITH_CONTEXT,
   RematPolicy.NONE,
-)
-# TPUs, where `full` does not fit: the values of custom_remat that keep what the policies keep, with the inputs of the
-# layers on the host. From the least memory to the most.
-WITH_INPUTS_ON_HOST: tuple[str, ...] = tuple(
-  ",".join(
-    ["decoder_layer_input=offload", *(f"{name}=device" for name in ACTIVATIONS if name in remat.TABLE[policy].device)]
-  )
-  for policy in CANDIDATES
-  if policy is not RematPolicy.NONE
 )
 # From the shortest step. CPUs: measured; the other candidates are slower than a policy that
 # needs less memory. GPUs: not measured, from the least recomputation.
@@ -74,7 +63,6 @@ class PolicyResult:
   """The step with one policy on all slices. If it cannot be chosen, `problem` says why, and the numbers are 0."""
 
   policy: RematPolicy
-  custom: str = ""  # custom_remat
   problem: str = ""
   too_large: bool = False  # the problem is memory
   total_bytes: int = 0  # on a device
@@ -83,23 +71,17 @@ class PolicyResult:
 
 
 class Choice(NamedTuple):
-  """The chosen policy, the reason, which continues the sentence, and custom_remat."""
+  """The chosen policy, and the reason, which continues the sentence."""
 
   policy: RematPolicy
   reason: str
-  custom: str = ""
 
   def __str__(self) -> str:
-    return f"remat_policy=auto: {label(self.policy, self.custom)}, {self.reason}"
+    return f"remat_policy=auto: {self.policy}, {self.reason}"
 
   def applied(self, config: Config) -> Config:
     """Returns `config` with the chosen policy instead of auto."""
-    return config.with_values(remat_policy=self.policy, custom_remat=self.custom)
-
-
-def label(policy: RematPolicy, custom: str) -> str:
-  """Returns the policy as a reader of a log knows it."""
-  return f"{policy} (custom_remat={custom})" if custom else str(policy)
+    return config.with_values(remat_policy=self.policy, custom_remat="")
 
 
 def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> tuple[Config, str]:
@@ -128,7 +110,7 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
     known = world_lib.from_primary(cluster.world, choose(config, slice_sets)[0])
     if cluster.world.is_primary:
       keep(config, slice_sets, Choice(*known))
-  choice = Choice(RematPolicy(known[0]), *known[1:])
+  choice = Choice(RematPolicy(known[0]), known[1])
   return choice.applied(config), str(choice)
 
 
@@ -147,17 +129,14 @@ def choose(config: Config, slice_sets: SliceSets) -> tuple[Choice, list[PolicyRe
   if order is not None:
     tried = list(_until(lambda candidate: not candidate.problem, config, slice_sets, order))
   else:
-    too_large = lambda candidate: candidate.too_large
-    tried = list(_until(too_large, config, slice_sets, CANDIDATES))
-    if tried[0].too_large:
-      tried += _until(too_large, config, slice_sets, [RematPolicy.CUSTOM], WITH_INPUTS_ON_HOST)
+    tried = list(_until(lambda candidate: candidate.too_large, config, slice_sets, CANDIDATES))
   fitting = [candidate for candidate in tried if not candidate.problem]
   if not fitting:
     return Choice(RematPolicy.FULL, f"which needs the least memory; no policy fits ({tried[0].problem})"), tried
   best = min(fitting, key=lambda candidate: candidate.seconds)
   if order is None:
     reason = f"the shortest of {len(fitting)} estimated steps, {best.seconds * 1e3:,.1f} ms"
-    return Choice(best.policy, reason, best.custom), tried
+    return Choice(best.policy, reason), tried
   return Choice(best.policy, f"the first policy that fits, in the order for {platform}s: {', '.join(order)}"), tried
 
 
@@ -166,34 +145,33 @@ def _until(
   config: Config,
   slice_sets: SliceSets,
   policies: Sequence[RematPolicy],
-  customs: Sequence[str] = ("",),
 ) -> Iterator[PolicyResult]:
-  """Compiles the step with each policy and each custom_remat, and yields the candidates up to the last one."""
-  for policy, custom in itertools.product(policies, customs):
-    candidate = _compile(config, policy, slice_sets, custom)
+  """Compiles the step with each policy, and yields the candidates up to the last one."""
+  for policy in policies:
+    candidate = _compile(config, policy, slice_sets)
     yield candidate
     if is_last(candidate):
       return
 
 
-def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets, custom: str) -> PolicyResult:
+def _compile(config: Config, policy: RematPolicy, slice_sets: SliceSets) -> PolicyResult:
   """Returns the step with `policy`. Fewer slices need more micro-batches and memory, so they are compiled first."""
-  config = config.with_values(remat_policy=policy, custom_remat=custom)
+  config = config.with_values(remat_policy=policy, custom_remat="")
   all_slices = slice_sets[0]
   most = limit(all_slices)
   for slices in reversed(slice_sets):
     found = analysis.analyse(config, slices, len(all_slices))
     if isinstance(found, Refused):
-      return PolicyResult(policy, custom, problem=found.reason, too_large=found.too_large)
+      return PolicyResult(policy, problem=found.reason, too_large=found.too_large)
     if found.memory.total > most:
-      return PolicyResult(policy, custom, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
+      return PolicyResult(policy, problem=f"needs {_gib(found.memory.total)} of {_gib(most)}", too_large=True)
   assert isinstance(found, Analysis)  # of all slices, because they are compiled last
   if all_slices[0][0].platform in FIXED_ORDER:
-    return PolicyResult(policy, custom, total_bytes=found.memory.total)
+    return PolicyResult(policy, total_bytes=found.memory.total)
   times = analysis.timeline(found, _chip(all_slices[0][0]))
   assert times is not None, "the step on all slices is compiled with full optimization"
   exposed = times.seconds - times.computed
-  return PolicyResult(policy, custom, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
+  return PolicyResult(policy, total_bytes=found.memory.total, seconds=times.seconds, exposed=exposed)
 
 
 def limit(slices: Sequence[Sequence[Device]]) -> int:
@@ -229,12 +207,10 @@ def _of_run(run_directory: str) -> Choice | None:
   if not path.exists():
     return None
   given = config_files.read_yaml(path)
-  policy, custom = (given.get(name, ("", ""))[0] for name in ("remat_policy", "custom_remat"))
-  if policy in CANDIDATES:
-    custom = ""
-  elif policy != RematPolicy.CUSTOM or custom not in WITH_INPUTS_ON_HOST:
+  policy = given.get("remat_policy", ("", ""))[0]
+  if policy not in CANDIDATES:
     return None
-  return Choice(RematPolicy(policy), f"as at an earlier start of this run ({path})", custom)
+  return Choice(RematPolicy(policy), f"as at an earlier start of this run ({path})")
 
 
 def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
@@ -243,8 +219,8 @@ def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
     return None
   path = places.at(config.run.jax_cache_dir) / _entry(config, slice_sets)
   try:
-    policy, reason, custom = json.loads(path.read_text())
-    return Choice(RematPolicy(policy), f"{reason} (cached in {path})", custom)
+    policy, reason = json.loads(path.read_text())
+    return Choice(RematPolicy(policy), f"{reason} (cached in {path})")
   except (OSError, ValueError, TypeError):
     return None
 

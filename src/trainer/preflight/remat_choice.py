@@ -1,9 +1,8 @@
 """remat_policy=auto: chooses the policy of a run by compiling its step with each candidate.
 
 On TPUs the choice is the policy with the shortest estimated step (docs/preflight.md) among the policies that fit. CPUs
-and GPUs have no such estimate: their choice is the
-first policy of a fixed order that fits. A run keeps its choice, because policies compute the same function with
-different rounding.
+and GPUs have no such estimate: their choice is the first policy of a fixed order that fits. A run keeps its choice,
+because policies compute the same function with different rounding.
 """
 
 from __future__ import annotations

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
 from collections.abc import Iterator
-from concurrent import futures
 from pathlib import Path
 
 from input_pipeline import remote
@@ -17,7 +15,6 @@ from trainer.checkpoint import run_id
 from trainer.config.errors import ConfigError
 
 _CLAIM = "unfinished."  # and some digits: a file in a folder of an object store while a process writes there
-_FLUSH_SECONDS = 0.2  # between two rounds of the thread that flushes
 
 
 @contextlib.contextmanager
@@ -38,8 +35,7 @@ def new_folder(path: str) -> Iterator[Place]:
           yield work
         else:
           _require_new(target)  # no process writes it any more
-          with _flushed_meanwhile(Path(work)):
-            yield work
+          yield work
           _flush(Path(work))
           os.replace(work, target)
       except BaseException:
@@ -90,28 +86,6 @@ def _claimed(target: Place) -> Iterator[Place]:
     yield target
   finally:
     claim.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _flushed_meanwhile(folder: Path) -> Iterator[None]:
-  """While the block runs, a thread makes the disk write what is in `folder`. Otherwise the disk would wait for its end.
-
-  Raises OSError at the end of the block if the disk has failed. Linux reports a failed write only once.
-  """
-  ended = threading.Event()
-
-  def flush() -> None:
-    while not ended.wait(_FLUSH_SECONDS):
-      with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-        _flush(folder)
-
-  with futures.ThreadPoolExecutor(1) as pool:
-    flushing = pool.submit(flush)
-    try:
-      yield
-    finally:
-      ended.set()
-    flushing.result()
 
 
 def _flush(folder: Path) -> None:

@@ -137,7 +137,8 @@ class _Inputs:
 
 def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], processes: int, known: _Inputs) -> None:
   """Lets so many processes write the parts. A part is complete when its counts are recorded."""
-  with TokenProgress(sum(part.size for part in left)) as progress, Workers(min(processes, len(left))) as workers:
+  progress = TokenProgress(sum(part.size for part in left))
+  with Workers(min(processes, len(left))) as workers:
 
     def write(part: Part) -> dict[str, Any]:
       work = partial(part_lib.write_in_worker, job, part.split, part.pieces, folder.path(part))
@@ -153,6 +154,7 @@ def _write(job: TokenizeJob, folder: Output, left: Sequence[Part], processes: in
       if counts["bad_records"]:
         folder.require_few_bad(job.max_bad_records)
       progress.add_part(part)
+  progress.print()
 
 
 def cut(documents: Documents, part_bytes: int) -> Iterator[list[Piece]]:

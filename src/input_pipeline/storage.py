@@ -205,18 +205,21 @@ def _told(operation: str, address: str) -> Iterator[None]:
 
 
 def perform(operation: str, address: str, work: Callable[[], T]) -> T:
-  """work(), as in `access`. What may succeed later is repeated, for as long as `seconds` in an object store."""
-  began = time.monotonic()
+  """work(), as in `access`. What may succeed later is repeated, for as long as `seconds` in an object store: each try
+  has the time that is left."""
+  most = seconds() if is_address(address) else _AGAIN_SECONDS
+  end, first = time.monotonic() + most, None
   with _told(operation, address):
     for tried in itertools.count():
       try:
-        with access(operation, address):
+        with access(operation, address), limited(max(end - time.monotonic(), 0.01)):
           return work()
       except StorageError as error:
         pause = min(0.1 * 2**tried, 4.0)
-        most = seconds() if is_address(address) else _AGAIN_SECONDS
-        if not error.passes or error.is_full or time.monotonic() + pause > began + most:
-          raise
+        if not error.passes or error.is_full or time.monotonic() + pause > end:
+          # A try that only ran out of time says less than the first.
+          raise first if first and isinstance(error.cause, TimeoutError) else error from None
+        first = first or error
         time.sleep(pause)
       except FileNotFoundError:
         if tried == 0 or operation != "deleted":

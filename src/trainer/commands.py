@@ -74,7 +74,8 @@ def print_error(error: BaseException) -> int:
     print("Interrupted.", file=sys.stderr)
     return INTERRUPTED
   failed = storage.failure(error)
-  print(f"error: {error}", *([failed.remedy] if failed is not None else []), sep="\n", file=sys.stderr)
+  text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+  print(f"error: {text}", *([failed.remedy] if failed is not None else []), sep="\n", file=sys.stderr)
   if failed is not None:
     return FAILED if failed.passes else BAD_INPUT
   return FAILED if isinstance(error, WorkerLost) or storage.may_pass(error) else BAD_INPUT

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -118,6 +119,21 @@ def test_not_found_because_of_the_network_is_an_outage(bucket):
   with pytest.raises(StorageError, match="gs://bucket/x cannot be found: Connection refused") as raised:
     Place("gs://bucket/x").exists()
   assert raised.value.passes
+
+
+def test_all_tries_together_have_the_time_of_an_answer(monkeypatch):
+  monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.5)
+  tries, began = [], time.monotonic()
+
+  def work():
+    tries.append(storage.seconds())
+    time.sleep(min(0.15, tries[-1]))
+    raise ConnectionResetError(errno.ECONNRESET, "reset") if len(tries) < 2 else TimeoutError
+
+  with pytest.raises(StorageError, match="cannot be read: reset"):  # and not that nothing came in the rest of the time
+    storage.perform("read", "gs://bucket/x", work)
+  assert len(tries) >= 2 and tries == sorted(tries, reverse=True) and tries[1] < tries[0] <= 0.5
+  assert time.monotonic() - began < 1
 
 
 def test_data_that_cannot_be_read_now_is_no_fault_of_the_file():
@@ -340,12 +356,13 @@ def test_a_failure_on_one_process_reaches_all():
 def test_the_exit_code_says_whether_the_same_command_may_succeed(capsys):
   passing, refused = (StorageError("listed", "gs://bucket/run", HttpError(code)) for code in (503, 403))
   assert [print_error(passing), print_error(refused), print_error(ConfigError("x"))] == [1, 2, 2]
+  assert print_error(FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt")) == 2
   wrapped = ConfigError("weights: cannot be read")
   wrapped.__cause__ = passing
   assert print_error(wrapped) == 1
-  assert "error: gs://bucket/run cannot be listed: HttpError: backend error, 503\nCheck the address" in (
-    capsys.readouterr().err
-  )
+  printed = capsys.readouterr().err
+  assert "error: gs://bucket/run cannot be listed: HttpError: backend error, 503\nCheck the address" in printed
+  assert "error: a.txt: No such file or directory\n" in printed
 
 
 def test_a_refusal_that_passes_is_not_remembered(bucket, monkeypatch):

@@ -34,6 +34,8 @@ def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
   assert run_id.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
   with pytest.raises(ConfigError, match=r"'six' is not the number of a step"):
     run_id.split(f"{run}@six")
+  with pytest.raises(ConfigError, match=f"Give {run}@5."):
+    sources.open_source(f"{run}/checkpoints/5/")
 
 
 def test_the_tokenizer_of_a_model_in_a_folder_with_the_name_of_a_step(tmp_path):

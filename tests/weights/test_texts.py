@@ -87,6 +87,13 @@ def test_a_file_of_prompts_has_a_prompt_in_each_line(monkeypatch, tmp_path, caps
     asked.clear()
 
 
+@pytest.mark.parametrize(("content", "remedy"), [("\u00e9".encode("utf-16"), "It is UTF-16"), (b"\xe9", "Convert it")])
+def test_a_file_of_prompts_that_is_not_utf8_is_named(tmp_path, capsys, content, remedy):
+  (tmp_path / "prompts").write_bytes(content)
+  assert generate.main(["RUN", "--prompts", str(tmp_path / "prompts")]) == 2
+  assert f"error: {tmp_path}/prompts: not UTF-8 (" in (told := capsys.readouterr().err) and remedy in told
+
+
 def test_a_tokenizer_of_windows_keeps_its_chat_template(tmp_path):
   change = lambda data: b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n")
   given, run, exported = (tmp_path / name for name in ("given", "run", "hf"))

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import trainer
-from input_pipeline import tokenizer
+from input_pipeline import first_bytes, tokenizer
 from trainer import cluster, commands
 from trainer.config.option_types import real, whole
 from trainer.observe import screen
@@ -64,8 +64,12 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _lines_of(path: str) -> list[str]:
   """The lines of a file. Only LF, CR LF and CR end a line: str.splitlines also divides at form feeds and U+2028."""
-  with Path(path).open(encoding="utf-8-sig") as file:
-    return [line.removesuffix("\n") for line in file]
+  try:
+    with Path(path).open(encoding="utf-8-sig") as file:
+      return [line.removesuffix("\n") for line in file]
+  except UnicodeDecodeError as error:
+    remedy = first_bytes.problem(error.object[:512]) or "Convert it to UTF-8"
+    raise trainer.ConfigError(f"{path}: not UTF-8 ({error.reason}). {remedy}.") from error
 
 
 def _write(model: trainer.Model, prompts: Sequence[str], tokens: int, sampling: trainer.Sampling) -> None:

@@ -173,9 +173,9 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> WeightSource:
       return _of_run(directory, int(step) if step else None, world)
   except (Rejected, CheckpointError, OSError) as error:
     raise ConfigError(f"{place}: {error}.") from error
-  raise ConfigError(
-    f"{place}: has neither {CONFIG} nor checkpoints. Give a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."
-  )
+  is_step = folder.parent.name == "checkpoints"
+  remedy = f"{folder.parent.parent}@{folder.name}" if is_step else "a Hugging Face folder, RUN_DIR or RUN_DIR@STEP"
+  raise ConfigError(f"{place}: has neither {CONFIG} nor checkpoints. Give {remedy}.")
 
 
 def copy_tokenizer(source: Place, target: Place) -> None:

@@ -83,7 +83,9 @@ def of_source(source: WeightSource) -> Tokenizer:
 def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
   """The tokenizer with the chat template in its folder. Raises ConfigError if there is none."""
   if not isinstance(tokenizer, BpeTokenizer):
-    raise ConfigError(f"{folder}: the tokenizer of the model is {tokenizer.name}, which has no chat template.")
+    raise ConfigError(
+      f"{folder}: the tokenizer of the model is {tokenizer.name}, which has no chat template. Give a PROMPT."
+    )
   template = chat_template.search(f"{folder}/{_TOKENIZER}", "", tokenizer)
   if template is None:
     raise ConfigError(f"{folder}: the model has no {_TEMPLATE}. Train it on conversations, or copy the file there.")

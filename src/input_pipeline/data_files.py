@@ -53,6 +53,7 @@ def find(key: str, value: str, file_type: str, left: LeftOut | None = None) -> l
         "Set grain_train_mixture_config_path to a file with the sources and their weights."
       )
     if not files:
+      remote.require_address(f"{key}={shorten(part)}", part, None)
       raise ConfigError(
         f"{key}={shorten(value)}: {part!r} has no files with grain_file_type={file_type}{left.note}.\n"
         f"Give files, folders with {', '.join(names)}, or patterns with * and ?, separated by ';'"

@@ -20,7 +20,7 @@ from fsspec.registry import _registry
 from tests.support import toy_state
 from tests.support.command import ROOT, cpu_environment
 
-from input_pipeline import documents, places, remote, storage
+from input_pipeline import data_files, documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import retention, run_id, together
@@ -405,6 +405,21 @@ def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address)
     told = capsys.readouterr().err
     assert told.startswith("error: ") and "Traceback" not in told
   assert os.listdir(tmp_path) == ["hf"]
+
+
+@pytest.mark.parametrize(
+  "keys",
+  [
+    ["dataset_type=text", "dataset_path=gs:/b/x"],
+    ["dataset_type=synthetic", "load_parameters_path=gs:/b/x"],
+    ["dataset_type=text", "tokenizer_type=bpe", "tokenizer_path=gs:/b/x"],
+  ],
+)
+def test_an_address_with_one_slash_is_named_for_what_is_read(keys):
+  with pytest.raises(ConfigError, match=rf"{keys[-1].split('=')[0]}=gs:/b/.*: must be gs://BUCKET/FOLDER"):
+    load(["configs/base.yml", *keys])
+  with pytest.raises(ConfigError, match=r"grain_train_files=gs:/b/\*: must be gs://BUCKET/FOLDER"):
+    data_files.find("grain_train_files", "gs:/b/*", "jsonl")
 
 
 OUTAGE = """

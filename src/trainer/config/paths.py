@@ -84,6 +84,7 @@ def _check_parameters(config: Config) -> None:
     return
   folders = (re.sub(r"@[0-9]+$", "", place), place)
   if not any(os.path.isdir(as_path(folder, "load_parameters_path=")) for folder in folders):
+    remote.require_address(f"load_parameters_path={shorten(place)}", place, None)
     raise ConfigError(
       f"load_parameters_path={shorten(place)}: there is no such folder.\n"
       "Give a Hugging Face folder, RUN_DIR or RUN_DIR@STEP."
@@ -137,6 +138,7 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
     path = data.tokenizer_path if data.tokenizer_type == "bpe" else ""
     inside = f"{path.rstrip('/')}/tokenizer.json"
     if path and not is_file("tokenizer_path", path) and (storage.is_address(path) or not is_file("", inside)):
+      remote.require_address(f"tokenizer_path={shorten(path)}", path, None)
       raise ConfigError(
         f"tokenizer_path={path}: there is no such file.\nGive a tokenizers JSON file, perhaps {inside}, or a local "
         "folder that has a tokenizer.json."
@@ -273,6 +275,7 @@ def _check_text(name: str, value: str) -> None:
     return
   path = as_path(value, f"{name}=")
   if not os.path.exists(path):
+    remote.require_address(f"{name}={shorten(value)}", value, None)
     raise ConfigError(f"{name}={value}: there is no such file or folder.\nGive a file or folder of {kinds}.")
   if os.path.isdir(path):
     try:

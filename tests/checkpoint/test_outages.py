@@ -415,9 +415,9 @@ def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address)
     ["dataset_type=text", "tokenizer_type=bpe", "tokenizer_path=gs:/b/x"],
   ],
 )
-def test_an_address_with_one_slash_is_named_for_what_is_read(keys):
+def test_an_address_with_one_slash_is_named_for_what_is_read(tmp_path, keys):
   with pytest.raises(ConfigError, match=rf"{keys[-1].split('=')[0]}=gs:/b/.*: must be gs://BUCKET/FOLDER"):
-    load(["configs/base.yml", *keys])
+    load(["configs/base.yml", f"base_output_directory={tmp_path}", *keys])
   with pytest.raises(ConfigError, match=r"grain_train_files=gs:/b/\*: must be gs://BUCKET/FOLDER"):
     data_files.find("grain_train_files", "gs:/b/*", "jsonl")
 

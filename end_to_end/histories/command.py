@@ -119,16 +119,21 @@ def exists(run: Run, aim: str) -> bool:
     return False
 
 
-def chat_run(folder: Path, name: str, keys: Sequence[str], start: command.Start) -> Run:
-  """A run that trains on conversations."""
+def chat_keys(folder: Path) -> list[str]:
+  """Keys of runs that train on conversations; all in `folder` share them."""
   path = folder / "chats.jsonl"
   if not path.exists():
     chats.write_jsonl(path, chats.conversations(400))
     chats.write_tokenizer(folder / "tokenizer", chats.TEMPLATES["qwen3"])
   own = f"dataset_type=grain grain_file_type=jsonl grain_train_files={path} train_data_columns=messages vocab_size=300"
   own += f" max_target_length=96 tokenizer_type=bpe tokenizer_path={folder / 'tokenizer'}"
-  own += f" dataset_cache_directory={folder / 'tokens'} jax_cache_dir={folder / 'compiled'}"
-  return Run(folder / name, [*own.split(), *keys], start)
+  own += f" dataset_cache_directory={folder / 'tokens'}"
+  return own.split()
+
+
+def chat_run(folder: Path, name: str, keys: Sequence[str], start: command.Start) -> Run:
+  """A run that trains on conversations."""
+  return Run(folder / name, [*chat_keys(folder), f"jax_cache_dir={folder / 'compiled'}", *keys], start)
 
 
 def check(run: Run, undisturbed: Run, promise: oracle.Promise) -> list[str]:

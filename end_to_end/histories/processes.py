@@ -3,7 +3,8 @@
 Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
 surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
-kind `local` replicas take 2 to 40 steps alone, and faults come in their rounds. In the kind `storage` the run is in a
+kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, and a
+run may resume with another number of local steps. In the kind `storage` the run is in a
 bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
 starts again. No member may be lost that was not hit. The processes are forked from one that has imported everything, so
 that a start does not take seconds.
@@ -13,17 +14,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import random
+import re
 import signal
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from end_to_end.histories import oracle
 from end_to_end.histories.__main__ import Play, Played
 from end_to_end.histories.bucket import Bucket, BucketRun, running
+from end_to_end.histories.command import chat_keys
 from tests.support.command import is_running
 from tests.support.forked_runs import SLOWED, Server, StandaloneServer
 from tests.support.process_runs import ProcessRun
@@ -34,8 +39,10 @@ LIMIT_SECONDS = 300.0  # for one life of the supervisor
 LIVES = 8  # of the supervisor, at most
 PAUSE_SECONDS = 6.0  # longer than the 5 s for which a member may be silent
 # Faults that end the launch, and its exit code. A launch that is complete before ends with 0.
-ENDS = {"supervisor": -signal.SIGKILL, "all": -signal.SIGKILL, "eval": 42, "move": 42, "ask": 42}
+ENDS = {"supervisor": -signal.SIGKILL, "all": -signal.SIGKILL, "eval": 42, "move": 42, "ask": 42, "switch": 42}
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+CHATS = ("conversations",)  # in the place of keys: the run trains on conversations, with masks
+LONGEST_PERIOD = 42  # of checkpoints and evaluations: a multiple of both numbers of local steps
 
 
 @dataclass(frozen=True)
@@ -55,6 +62,7 @@ class Scenario:
   last: int = STEPS - 5
   keys: Sequence[str] = ("eval_interval=7", "eval_steps=2")
   local_steps: Sequence[int] = (1,)
+  models: Sequence[Sequence[str]] = ((),)  # keys of a model, or CHATS
 
 
 MEMBERS = Scenario(
@@ -73,12 +81,34 @@ WORLD = Scenario(
   keys=(f"eval_interval={EVAL_INTERVAL}", "eval_steps=200"),  # evaluations that last long enough for SIGTERM
 )
 LOCAL = Scenario(
-  {"kill": 8, "term": 3, "stop": 1, "supervisor": 1, "all": 1, "again": 3, "pause": 1, "ask": 3},
-  shares=(1, 1, 1, 2),
+  {
+    "kill": 8,
+    "term": 3,
+    "stop": 1,
+    "supervisor": 1,
+    "all": 2,
+    "again": 3,
+    "pause": 1,
+    "ask": 2,
+    "switch": 3,
+    "link": 4,
+  },
+  shares=(1, 1, 2),
   slices=(3, 3, 4),
   slow=1 / 3,
   keys=("eval_steps=2",),
-  local_steps=(2, 4, 5, 10, 20, 40),
+  local_steps=(2, 3, 4, 5, 7, 10, 20, 40),
+  models=(
+    *[()] * 3,
+    CHATS,
+    (
+      *("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16"),
+      *("routed_bias_update_rate=0.01", "load_balance_loss_weight=0.01"),
+    ),
+    ("opt_type=muon",),
+    ("opt_type=adafactor",),
+    ("grad_reduce_dtype=bfloat16",),
+  ),
 )
 STORAGE = Scenario(
   {"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=4, counts=(1, 1, 2), slices=(2, 2, 3)
@@ -92,7 +122,8 @@ class Fault:
   kill, stop, term: a signal to members; again: a kill soon after the first fault; supervisor, all: SIGKILL to these;
   pause: the supervisor is stopped for a while; cut: the reader of the output goes away; starts: a member dies, and
   `count` times again while it starts; eval: SIGTERM in an evaluation, to the supervisor or (2) to all; move: SIGTERM,
-  and the folder moves; ask: SIGTERM to the supervisor; saves: they fail for a while; bucket: it fails for `seconds`."""
+  and the folder moves; ask: SIGTERM to the supervisor; switch: the same, and another number of local steps; link: the
+  connections of members to each other are cut; saves: they fail for a while; bucket: it fails for `seconds`."""
 
   step: int
   kind: str
@@ -116,6 +147,8 @@ class Plan:
   output: str  # of all processes: file, pipe or full
   slowed: str  # a value of forked_runs.SLOWED
   of_rounds: tuple[str, ...]  # keys of local steps
+  switched: str  # the key of local steps after a switch
+  model: tuple[str, ...]  # see Scenario.models
   faults: tuple[Fault, ...]
 
   @property
@@ -149,21 +182,43 @@ def plan(scenario: Scenario, seed: int) -> Plan:
   options = ("--spares", "1") if chance.random() < 0.2 else ()
   slowed = f"{chance.randrange(slices)}:0.03" if chance.random() < scenario.slow else ""
   of_rounds: tuple[str, ...] = ()
+  switched = ""
+  model = tuple(chance.choice(scenario.models))
   if (count := chance.choice(scenario.local_steps)) > 1:
-    period = count * max(1, 20 // count)
+    other = chance.choice([n for n in scenario.local_steps if n != count and math.lcm(n, count) <= LONGEST_PERIOD])
+    both = math.lcm(other, count)
+    period, switched = both * max(1, 20 // both), f"local_steps={other}"
     periods = f"checkpoint_period={period}", f"eval_interval={period}"
     outer = chance.choice([("outer_learning_rate=0.7", "outer_momentum=0.9"), ("outer_learning_rate=1",)])
     of_rounds = f"local_steps={count}", *periods, *outer
     faults = [dataclasses.replace(fault, delay=fault.delay * count / 2) for fault in faults]
   ordered = tuple(sorted(faults, key=lambda fault: fault.step))
-  return Plan(slices, shares, keys, options, output, slowed, of_rounds, ordered)
+  return Plan(slices, shares, keys, options, output, slowed, of_rounds, switched, model, ordered)
+
+
+@dataclass(frozen=True)
+class Switch:
+  """A run goes on with another number of local steps after `step`. records: lines of its metrics before that."""
+
+  step: int
+  records: int
 
 
 class Player:
-  """Plays the faults of one history on a run. hit: how often each member was hit. counts: what has happened."""
+  """Plays the faults of one history on a run. hit: how often each member was hit. counts: what has happened.
+  switches: to the key `switched`, one at most."""
 
-  def __init__(self, run: ProcessRun, output: str, faults: Sequence[Fault], seed: int, bucket: Bucket | None) -> None:
-    self._run, self._output, self._left = run, output, list(faults)
+  def __init__(
+    self,
+    run: ProcessRun,
+    output: str,
+    faults: Sequence[Fault],
+    seed: int,
+    bucket: Bucket | None,
+    switched: str = "",
+  ) -> None:
+    self._run, self._output, self._left, self._switched = run, output, list(faults), switched
+    self.switch: Switch | None = None
     self._limit = LIMIT_SECONDS + sum(fault.seconds for fault in faults)
     self._chance, self._bucket = random.Random(seed + 1), bucket
     self.hit: Counter[int] = Counter()
@@ -202,6 +257,10 @@ class Player:
         code = self._run.wait(supervisor, self._limit)
       if code == 0:
         return []
+      if last == "switch" and self.switch is None:
+        self.switch = Switch(self._run.last_step, len(self._run.records("metrics")))
+        self._run.keys.append(self._switched)
+        self.counts["resumes with another H"] += 1
       if code == 1 and self._bucket and self._bucket.until > began:
         self.counts["start without the bucket"] += 1  # it ends with 1 after a minute, and is started again
       elif code != ENDS.get(last, 42):
@@ -232,6 +291,16 @@ class Player:
 
   def strike_ask(self, fault: Fault) -> int:
     return self._run.send(self._supervisor, signal.SIGTERM)
+
+  strike_switch = strike_ask
+
+  def strike_link(self, fault: Fault) -> int:
+    """Ends the connections of a member to the others: needs root, and Linux with CONFIG_INET_DIAG_DESTROY."""
+    workers = self._run.workers()
+    member = self._chance.choice(sorted(workers) or [0])
+    found = subprocess.run(["ss", "-Htnp", "state", "established"], capture_output=True, text=True, check=True).stdout
+    self.hit.update(workers)  # either end may be taken for lost
+    return cut_links(found, workers.get(member, 0), set(workers.values()))
 
   def strike_pause(self, fault: Fault) -> int:
     self._run.send(self._supervisor, signal.SIGSTOP)
@@ -289,6 +358,22 @@ class Player:
     return 1
 
 
+def cut_links(found: str, pid: int, workers: Container[int]) -> int:
+  """Ends the connections of the process `pid` to others of `workers`, from the output of ss. Returns their number."""
+  links = re.findall(r"(\S+:\d+) +(\S+:\d+) .*?pid=(\d+),", found)
+  owner = {near: int(process) for near, _, process in links}
+  own = [(near, far) for near, far, process in links if int(process) == pid and owner.get(far) in workers]
+  for near, far in own:
+    (host, port), (peer, peer_port) = (end.rsplit(":", 1) for end in (near, far))
+    subprocess.run(
+      ["ss", "-K", "src", host, "sport", "=", port, "dst", peer, "dport", "=", peer_port],
+      check=True,
+      stdout=subprocess.DEVNULL,
+      stderr=subprocess.DEVNULL,
+    )
+  return len(own)
+
+
 def move(run: ProcessRun) -> None:
   """Moves the run to another place, where its next launch finds it."""
   folder = run.folder.with_name(f"{run.folder.name}-moved")
@@ -297,7 +382,7 @@ def move(run: ProcessRun) -> None:
   run.folder, run.directory, run.log = folder, folder / "out" / "run", folder / run.log.name
 
 
-def check(run: ProcessRun, undisturbed: ProcessRun, restarts: bool) -> list[str]:
+def check(run: ProcessRun, undisturbed: ProcessRun, restarts: bool, switch: Switch | None) -> list[str]:
   """The rules that a complete run breaks."""
   # Two kills may hit the only two members that have the state. The protocol's model tests that nothing else leads here.
   restarts = restarts or run.count("checkpoint_restored") > 0
@@ -305,6 +390,13 @@ def check(run: ProcessRun, undisturbed: ProcessRun, restarts: bool) -> list[str]
   # The next primary writes what the bucket lacks; lines that a killed primary had sent may arrive after that.
   restarts = restarts or isinstance(run, BucketRun)
   ours, theirs = (oracle.read(each.directory, STEPS, printed=each.printed) for each in (run, undisturbed))
+  if switch:
+    # Steps that were lost with all processes, and done again with another number of local steps, have other values.
+    lines = [line for i, line in enumerate(ours.lines) if i >= switch.records or line["step"] <= switch.step]
+    ours = dataclasses.replace(ours, lines=lines)
+    if switch.step % int(dict(key.split("=") for key in run.keys)["eval_interval"]):  # its first part ended there
+      lines = [line for line in theirs.lines if "loss" in line or line["step"] != switch.step]
+      theirs = dataclasses.replace(theirs, lines=lines)
   again = run.folder.parent / run.folder.name.removesuffix("-moved")
   left = [f"{again} is there again"] if again != run.folder and again.exists() else []
   return left + oracle.broken(ours, theirs, oracle.Promise(STEPS, repeats=restarts))
@@ -321,23 +413,39 @@ class Histories:
     scenario = scenario_of(self._kind, seed)
     history = plan(scenario, seed)
     batch = [f"per_device_batch_size={max(2, history.shares)}", f"shares_per_slice={history.shares}"]
-    own = [*KEYS, *scenario.keys, *history.of_rounds, *self._keys, *batch, f"jax_cache_dir={self._folder / 'compiled'}"]
-    shape = history.slices, history.shares, scenario.keys, history.of_rounds
-    if shape not in self._references:
-      reference = self._run(f"undisturbed-{len(self._references)}", own, history.slices)
-      assert not (wrong := Player(reference, "file", (), 0, None).play()), (wrong, reference.tail())
-      self._references[shape] = reference
+    model = chat_keys(self._folder) if history.model == CHATS else history.model
+    own = [*KEYS, *scenario.keys, *history.of_rounds, *model, *self._keys, *batch]
+    own.append(f"jax_cache_dir={self._folder / 'compiled'}")
     environment = {SLOWED: history.slowed} if history.slowed else {}
     run = self._run(f"history-{seed}", [*own, *history.keys], history.slices, history.options, environment)
-    player = Player(run, history.output, history.faults, seed, self._bucket)
+    player = Player(run, history.output, history.faults, seed, self._bucket, history.switched)
     try:
-      broken = player.play() or check(run, self._references[shape], history.restarts)
+      broken = player.play()
+      if not broken:
+        switch = player.switch
+        given = (history.slices, tuple(own), (switch.step, history.switched) if switch else None)
+        broken = check(run, self._undisturbed(*given), history.restarts, switch)
     except AssertionError as error:
       broken = [str(error)]
     player.counts["recoveries"] = run.count("recovery")
     player.counts["slow member named"] = sum(event["factor"] > 1 for event in run.events("member_slow"))
     what = f"{', '.join(map(str, history.faults))}; {history}"
     return Played(what, broken, player.counts, run.tail() if broken else "")
+
+  def _undisturbed(self, slices: int, keys: tuple[str, ...], switch: tuple[int, str] | None) -> ProcessRun:
+    """The run without faults; switch: after these steps it goes on with another key."""
+    shape = slices, keys, switch
+    if shape not in self._references:
+      run = self._run(f"undisturbed-{len(self._references)}", keys, slices)
+      if switch:
+        step, key = switch
+        if step:
+          run.keys.append(f"steps={step}")
+          assert not (wrong := Player(run, "file", (), 0, None).play()), (wrong, run.tail())
+        run.keys += [f"steps={STEPS}", key]
+      assert not (wrong := Player(run, "file", (), 0, None).play()), (wrong, run.tail())
+      self._references[shape] = run
+    return self._references[shape]
 
   def _run(
     self,

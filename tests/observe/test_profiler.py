@@ -31,6 +31,17 @@ def test_a_real_profile_is_written(tmp_path):
   assert event["kind"] == "profile" and event["seconds"] > 0
 
 
+def test_a_round_of_local_steps_is_profiled_whole(tmp_path, monkeypatch):
+  calls = []
+  tracer_for = lambda directory: (lambda folder: calls.append("begin"), lambda: calls.append("end"))
+  monkeypatch.setattr(profiler, "tracer_for", tracer_for)
+  tracer = make(tmp_path)
+  for index in range(0, 60, 20):
+    tracer.before_step(index)
+    calls.append(index)
+  assert calls == [0, "begin", 20, "end", 40]
+
+
 def test_attempts_within_a_second_keep_all_their_profiles(tmp_path):
   """JAX names the folder of a profile by the second, so the second one would replace the first."""
   log_events = events.EventLog(str(tmp_path))

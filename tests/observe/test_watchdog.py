@@ -70,7 +70,9 @@ def test_beats_and_long_operations_within_their_limits_are_no_hang(tmp_path):
       with dog.during("wait for the save before"):
         time.sleep(1.0)
       time.sleep(1.0)
-    time.sleep(0.2)
+    for part in range(6):
+      time.sleep(0.2)
+      dog.part_done()
     dog.stop()
     time.sleep(1.2)
   """

@@ -15,7 +15,8 @@ _LONGEST_END_SECONDS = 60.0  # that the end of an attempt waits for a tracer, pe
 
 
 class Profiler:
-  """Records steps [skip, skip + profiler_steps) of one attempt to {run}/profile; one object per attempt.
+  """Records steps [skip, skip + profiler_steps) of one attempt to {run}/profile, or the rounds of local steps that
+  begin there, at least the first one after `skip` steps; one object per attempt.
 
   Each attempt of each process has its own folder there. If an attempt ends inside the window, `close` keeps the
   profile so far, and the next attempt records a window of its own. Errors of the profiler become warnings: they must
@@ -31,12 +32,12 @@ class Profiler:
     self._ended = False
 
   def before_step(self, index: int, wait: Callable[[], object] = lambda: None) -> None:
-    """Call before the attempt's step number `index` (from 0) is dispatched.
+    """Call before the attempt's step number `index` (from 0), or the round that begins with it, is dispatched.
 
     `wait` returns when all dispatched work is done. Steps run asynchronously, so without `wait` the window would hold
     other steps. It is called only at the two ends of the window; it raises what the training step raises.
     """
-    if self._stop is None and index in self._window and not self._ended:
+    if self._window and self._window.start <= index and self._stop is None and not self._ended:
       wait()
       self._start()
     elif self._stop is not None and index >= self._window.stop:

@@ -97,6 +97,11 @@ class Watchdog:
         self._step_seconds.append(now - self._done_at)
       self._silent, self._step, self._done_at = 0.0, step, now
 
+  def part_done(self) -> None:
+    """Restarts the clock of the step, which goes on: a local step of its round is done."""
+    with self._lock:
+      self._silent = 0.0 if self._silent is not None else None
+
   def pause(self) -> None:
     """Stops the clock of the step until the next `step_done`: the loop has ended. Waiting for slices has its own
     timeout."""

@@ -80,6 +80,7 @@ _COLUMNS = (512, 509)  # without a common factor
 _SHORT_BYTES = 1 << 16
 _NOTHING = memoryview(b"")
 _MOST_BUFFERS = 64  # of one send
+_KEEP_SECONDS = 60  # without a byte, until the system sends one to keep the connection
 
 
 def checksum(payload: memoryview) -> int:
@@ -136,6 +137,9 @@ class Link:
     self._lock = threading.RLock()  # of the bytes to send
     sock.setblocking(False)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):  # a firewall may forget a connection that is silent for minutes: local steps
+      sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _KEEP_SECONDS)
 
   def fileno(self) -> int:
     return self._sock.fileno()

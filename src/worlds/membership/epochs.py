@@ -116,7 +116,9 @@ class Epochs:
     self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
     self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
-    self.pulse = Pulse(self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout)
+    self.pulse = Pulse(
+      self.clock, hang_seconds=hang_seconds, start_seconds=rules.timeout, local_steps=rules.local_steps
+    )
     self.phase = "gathering"
     self.epoch = 0
     self.active: set[int] = set()

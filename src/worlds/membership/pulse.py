@@ -35,13 +35,17 @@ class RunningClock:
 
 class Pulse:
   """Times since the last sign of life, and times of computations. The limit of both is max(hang_seconds, 3 x the 99th
-  percentile of the step time). A first computation also loads programs and reads the first data: its limit is at least
-  3 x the longest first computation of the run so far, because the members that started the run have shown what it
-  takes."""
+  percentile of the time of a step, or for computations of a round of local steps). A first computation also loads
+  programs and reads the first data: its limit is at least 3 x the longest first computation of the run so far, because
+  the members that started the run have shown what it takes."""
 
-  def __init__(self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float) -> None:
-    """start_seconds: the limit while the run's speed is not known, and the longest that a first computation can get."""
-    self._clock, self._hang_seconds, self._start_seconds = clock, hang_seconds, start_seconds
+  def __init__(
+    self, clock: Callable[[], float], *, hang_seconds: float, start_seconds: float, local_steps: int = 1
+  ) -> None:
+    """start_seconds: the limit for a step while the run's speed is not known, and the longest that a first computation
+    can get. local_steps: of a round."""
+    self._clock, self._hang_seconds, self._local_steps = clock, hang_seconds, local_steps
+    self._start_seconds = start_seconds * local_steps
     self._start_silence = min(max(start_seconds, hang_seconds), _START_SILENCE_SECONDS)
     self._beats: dict[int, dict[int, tuple[float, str]]] = {}  # member: lane: (time, what it does besides steps)
     self._computed: dict[int, tuple[float, float]] = {}  # of the round: member: (time of the report, seconds)
@@ -88,13 +92,12 @@ class Pulse:
     """`moment`, or when the member had done what it did besides steps, if that was later."""
     return max(moment, self._busy_until.get(member, moment))
 
-  @property
-  def limit(self) -> float:
-    """The longest silence of a member that is ready, and the longest computation of one that has computed before."""
+  def limit(self, steps: int) -> float:
+    """The longest computation of a member that has computed before, for so many of the steps of a round."""
     if not self._steps:
       return self._start_seconds
     ordered = sorted(self._steps)
-    return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))])
+    return max(self._hang_seconds, _FACTOR * ordered[int(0.99 * (len(ordered) - 1))] * steps / self._local_steps)
 
   def late(self) -> list[tuple[int, int, float]]:
     """(member, lane, seconds) of processes that are late with a sign of life: they are busy, or their host is dead."""
@@ -109,7 +112,7 @@ class Pulse:
   def silent(self, members: Collection[int], starting: Collection[int]) -> Iterator[tuple[int, str, float]]:
     """(member, reason, seconds) of members of which a process has given no sign of life for so long.
     starting: members that still import or compile."""
-    now, of_ready = self._clock(), self.limit if self._steps else self._start_silence
+    now, of_ready = self._clock(), self.limit(1) if self._steps else self._start_silence
     for member in sorted(members):
       limit = self._start_silence if member in starting else of_ready
       seconds = max((now - at for at, _ in self._beats.get(member, {}).values()), default=0.0)
@@ -122,7 +125,7 @@ class Pulse:
     The time counts from the first member that had computed, and from the end of a save."""
     if not self._computed:
       return []
-    now, usual = self._clock(), self.limit
+    now, usual = self._clock(), self.limit(self._local_steps)
     first = min(when for when, _ in self._computed.values())
     found = []
     for member in sorted(set(active) - self._computed.keys()):
@@ -143,4 +146,4 @@ class Pulse:
       return 0.0
     ready = (self._since(member, when) for member, (when, _) in self._computed.items())
     seconds = self._clock() - max(ready, default=self._clock())
-    return seconds if seconds > self.limit + _LATER_SECONDS else 0.0
+    return seconds if seconds > self.limit(self._local_steps) + _LATER_SECONDS else 0.0

@@ -33,6 +33,7 @@ class RunRules:
   attempts: int | None = None
   # A member that is slower than the median by this factor, for long, is replaced if another one waits. 0: never.
   slow_factor: float = 0.0
+  local_steps: int = 1  # of a round, which a member computes without the others
 
   @property
   def group(self) -> int:

@@ -18,9 +18,9 @@ class Time:
     return self.now
 
 
-def running(time: Time) -> Coordinator:
-  """A run of three members that has committed ten steps of one second."""
-  run = Coordinator(RunRules(3, 1, 3), clock=time)
+def running(time: Time, seconds: float = 1.0, local_steps: int = 1) -> Coordinator:
+  """A run of three members that has committed ten steps, or rounds of local steps, of so many seconds."""
+  run = Coordinator(RunRules(3, 1, 3, local_steps=local_steps), clock=time)
   for member in range(3):
     run.hello(member, 0, 1, "address")
   for member in range(3):
@@ -29,7 +29,7 @@ def running(time: Time) -> Coordinator:
   for member in (1, 2):
     run.joined(member, 0, run.epoch)
   for step in range(1, 11):
-    time.now += 1.0
+    time.now += seconds
     for member in range(3):
       run.pulse.beat(member, 0)
       run.computed(member, run.epoch, 0.5)
@@ -43,9 +43,9 @@ def killed(run: Coordinator) -> list[int]:
   return [effect.member for effect in run.tick() if isinstance(effect, Kill)]
 
 
-def first_killed(run: Coordinator, time: Time, living: Collection[int]) -> list[int]:
-  """Who is ended first, while one process of each of these members gives signs of life; [] if nobody is in 10 s."""
-  for _ in range(100):
+def first_killed(run: Coordinator, time: Time, living: Collection[int], seconds: float = 10.0) -> list[int]:
+  """Who is ended first, while one process of each of these members gives signs of life; [] if nobody is in time."""
+  for _ in range(round(10 * seconds)):
     time.now += 0.1
     for member in living:
       run.pulse.beat(member, 0)
@@ -195,3 +195,29 @@ def test_a_member_that_saves_is_waited_for_and_then_has_time_to_compute():
   saved = time.now
   dead = first_killed(run, time, range(3))
   assert dead == [1] and 5.0 < time.now - saved < 5.3
+
+
+def test_silence_is_measured_in_steps_and_computation_in_rounds_of_local_steps():
+  """Ten local steps take 100 s. A dead host is noticed after 30 s, a replica that is never done after 300 s."""
+  time = Time()
+  run = running(time, 100.0, local_steps=10)
+  began = time.now
+  assert first_killed(run, time, (0, 1), 400) == [2] and 30.0 < time.now - began < 30.3
+  run = running(time, 100.0, local_steps=10)
+  for member in (0, 2):
+    run.computed(member, run.epoch, 90.0)
+  began = time.now
+  assert first_killed(run, time, range(3), 400) == [1] and 300.0 < time.now - began < 300.3
+
+
+def test_the_first_round_of_local_steps_has_as_much_time_as_its_steps():
+  """An orphan's replica is computed after the own one: in a round of 32 steps of 10 s, 320 s after the others."""
+  time = Time()
+  run = Coordinator(RunRules(2, 1, 2, local_steps=32), clock=time)
+  for member in range(2):
+    run.hello(member, 0, 1, "address")
+    run.ready(member, 0, 0)
+  run.restored(0, 0, run.epoch, 0)
+  run.joined(1, 0, run.epoch)
+  run.computed(0, run.epoch, 320.0)
+  assert first_killed(run, time, range(2), 330) == []

@@ -287,20 +287,21 @@ def _local_steps(given: dict[str, Given]) -> dict[str, Given]:
   effect with enable_diloco=false; without this switch, they mean what they say."""
   switch = given.pop(DILOCO_SWITCH, None)
   values = {name: given.pop(name) for name in DILOCO if name in given}
-  if switch is not None and not switch.value:
-    return {}
   found: dict[str, Given] = {}
   for name, (key, default) in DILOCO.items():
-    chosen = given.get(key)
-    value = values.get(name)
+    chosen, value = given.get(key), values.get(name)
+    if switch is not None and (value is None or not switch.value):
+      of_switch = default if switch.value else all_fields()[key].default
+      origin = f"{DILOCO_SWITCH}={str(switch.value).lower()}, {switch.origin}"
+      value = Given(of_switch, origin, explicit=not switch.value)
     if chosen is not None and chosen.explicit:
-      if value is not None and value.value != chosen.value:
+      if value is not None and value.explicit and value.value != chosen.value:
         raise ConfigError(
-          f"{name}={value.value} ({value.origin}): {key}={chosen.value} ({chosen.origin}) means the same.\n"
-          "Remove one of them."
+          f"{name}={value.value} ({value.origin}): {key}={chosen.value} ({chosen.origin}) is the same key with another "
+          "value.\nRemove one of them."
         )
-    elif value is not None or switch is not None:
-      found[key] = value or Given(default, f"{DILOCO_SWITCH}, {switch.origin}" if switch else "")
+    elif value is not None:
+      found[key] = value
   return found
 
 

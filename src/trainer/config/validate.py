@@ -259,16 +259,14 @@ def _local_steps(config: Config) -> Iterator[str]:
         f"{name}={period}: is no multiple of local_steps={optimizer.local_steps}, and the slices have a common state "
         f"only at the end of a round.\nUse {name}={' or '.join(map(str, near))}."
       )
-  if elastic.witness_period:
-    yield (
-      f"witness_period={elastic.witness_period}: with local_steps, a second slice would compute all steps of a replica "
-      "again.\nSet witness_period=0, or local_steps=1."
+  flips = any(getattr(fault, "is_flip", False) for fault in parse_faults(elastic.fault_injection))
+  if elastic.witness_period or flips:
+    given = (
+      f"fault_injection={shorten(elastic.fault_injection)}" if flips else f"witness_period={elastic.witness_period}"
     )
-  flips = [str(fault) for fault in parse_faults(elastic.fault_injection) if getattr(fault, "is_flip", False)]
-  if flips:
     yield (
-      f"fault_injection={shorten(', '.join(flips))}: rehearses the witness, which local_steps excludes.\n"
-      "Remove it, or set local_steps=1."
+      f"{given}: with local_steps, a second slice would compute all steps of a replica again, so there is no witness.\n"
+      "Set witness_period=0 and rehearse no flips, or set local_steps=1."
     )
 
 

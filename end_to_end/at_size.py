@@ -5,7 +5,7 @@
 Three slices, as processes (trainer.launch.local) and simulated (one controller): they train, save, lose a slice, get it
 back, and resume; then the run is verified, exported and imported. The model is one long embedding, so that a step is
 cheap: the size of the state matters here, and the computation does not. Each row has the seconds, the largest peak of
-memory of a process with what `preflight.host_memory` predicts, the most threads of a process, and what the recoveries
+memory of a process with what `of_cpu_process` predicts, the most threads of a process, and what the recoveries
 have compiled. The exit code is 1 if a bound is broken; docs/benchmarks/checkpoint.md has the bounds. Run it before a
 release, with 1.2 and with 4 GB, on a machine that does nothing else.
 """
@@ -28,7 +28,6 @@ from pathlib import Path
 
 from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
-from trainer.preflight import host_memory
 
 PROGRAM = 0.6e9  # bytes of Python, JAX and compiled programs, which do not depend on the state
 MARGIN = 1.15  # of the predicted memory
@@ -134,12 +133,21 @@ def keys(folder: Path, name: str, state_bytes: float, steps: int) -> list[str]:
   ).split()
 
 
+def of_cpu_process(state_bytes: float, gradient_bytes: float, simulated: int) -> float:
+  """The memory of a process whose devices are CPUs, besides PROGRAM. simulated: slices that it simulates; 0: it is one
+  slice of several, and exchanges sums: its own and the total. Both hold one more copy of the state while they save or
+  receive it. A simulated slice has two snapshots while it writes one."""
+  if simulated:
+    return simulated * (state_bytes + gradient_bytes + 2 * state_bytes) + state_bytes
+  return state_bytes + gradient_bytes + 2 * gradient_bytes + state_bytes
+
+
 def life(kind: str, folder: Path, state_bytes: float, slices: int) -> list[Row]:
   """Trains, saves, loses a slice and gets it back; resumes; and what this took."""
   simulated = kind == "simulated"
   program = ["trainer"] if simulated else ["trainer.launch.local", "--slices", str(slices)]
   more = ["cluster=simulated", f"num_slices={slices}", "devices_per_slice=1"] if simulated else []
-  predicted = PROGRAM + host_memory.of_cpu_process(state_bytes, state_bytes / 3, slices if simulated else 0)
+  predicted = PROGRAM + of_cpu_process(state_bytes, state_bytes / 3, slices if simulated else 0)
   faults = "fault_injection=slice_down@5:1:prepared, slice_up@9:1" if simulated else "fault_injection=slice_down@5:1"
   rows, log, directory = [], folder / f"{kind}.log", folder / kind
   for what, last, fault in (("train, save, kill, join", 14, [faults]), ("resume", 16, [])):

@@ -4,8 +4,8 @@ Two of three histories hit members, the supervisor, and the output of all proces
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
 surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
 kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, and a
-run may resume with another number of local steps. In the kind `storage` the run is in a
-bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
+run may resume with another number of local steps; the undisturbed run is one process. In the kind `storage` the run is
+in a bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
 starts again. No member may be lost that was not hit. The processes are forked from one that has imported everything, so
 that a start does not take seconds.
 """
@@ -32,6 +32,7 @@ from end_to_end.histories.command import chat_keys
 from tests.support.command import is_running
 from tests.support.forked_runs import SLOWED, Server, StandaloneServer
 from tests.support.process_runs import ProcessRun
+from tests.support.torchrun_runs import OneWorker
 
 STEPS, EVAL_INTERVAL = 150, 25
 KEYS = (f"steps={STEPS}", "checkpoint_period=20", "base_num_decoder_layers=2")
@@ -436,7 +437,11 @@ class Histories:
     """The run without faults; switch: after these steps it goes on with another key."""
     shape = slices, keys, switch
     if shape not in self._references:
-      run = self._run(f"undisturbed-{len(self._references)}", keys, slices)
+      folder = f"undisturbed-{len(self._references)}"
+      if self._kind == "local":  # one process computes all replicas
+        run: ProcessRun = OneWorker(self._folder / folder, keys, slices=slices, server=self._server)
+      else:
+        run = self._run(folder, keys, slices)
       if switch:
         step, key = switch
         if step:

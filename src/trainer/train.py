@@ -103,7 +103,8 @@ def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
     before, step = step, attempt.next_step(step)
     try:
       state, metrics = driver.step(state, step)
-    except StopRequested:
+    except StopRequested as stopped:
+      (state,) = stopped.args
       return attempt.save_stopped(start, before, state), state
     records.dispatched(step, metrics, state)
     if not driver.runs_ahead:

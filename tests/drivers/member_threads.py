@@ -156,7 +156,7 @@ class Member(threading.Thread):
     nothing = lambda *args, **kwargs: None
     log = types.SimpleNamespace(line=nothing, warning=nothing)
     events = types.SimpleNamespace(begin_epoch=nothing, emit=lambda kind, **fields: self._emit(played, kind, fields))
-    watchdog = types.SimpleNamespace(during=lambda what: contextlib.nullcontext())
+    watchdog = types.SimpleNamespace(during=lambda what: contextlib.nullcontext(), part_done=nothing)
     metrics = types.SimpleNamespace(remembered=list, remember=nothing, flush_pending=nothing)
     cluster = types.SimpleNamespace(num_slices=config.cluster.num_slices, world=SINGLE_WORLD)
     self._session: Any = types.SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 from tests.drivers.member_threads import STEPS, Runs
@@ -24,6 +25,7 @@ def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, mon
 
   def stepping(driver, state, n):
     result = step(driver, state, n)
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state)), "the devices hold two states"
     first = n - len(driver.tally)
     found.update({first + i: Tally.of_sum(row) for i, row in enumerate(driver.tally)})
     numbers.append((n, driver.of_round))

@@ -2,13 +2,16 @@
 
 A replica is a share: the slice that has it computes its steps of the round from the state that all slices have, and the
 exchange sums what the replicas add. So a replica has the same bits whichever slice computes it, and a lost slice costs
-the others its replicas of one round. The state of the round stays until the round is committed.
+the others its replicas of one round. The state of the round stays on the host until the round is committed, so the
+devices hold one state.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+import traceback
 from typing import Any
 
 import jax
@@ -16,13 +19,15 @@ import numpy as np
 
 from input_pipeline.batch import Batch
 from input_pipeline.tally import Tally
+from trainer.checkpoint.snapshot import HOST
 from trainer.drivers.many_worlds import ManyWorlds
 from trainer.drivers.rounds import Contribution, Share
+from trainer.process.stop import StopRequested
 from trainer.program.local_steps import RoundPrograms
 from trainer.program.state import TrainState
 from trainer.program.step import METRICS
 from trainer.run.driver import Metrics
-from worlds.exchange import Part
+from worlds.membership.client import SupervisorLost
 from worlds.peers import Change
 
 _LOSS, _Z_LOSS, _NORM, _RATE, _WEIGHTS, _SKIPPED = range(len(METRICS))
@@ -40,7 +45,7 @@ class LocalRounds(ManyWorlds):
 
   def _changed(self, change: Change) -> None:
     super()._changed(change)
-    replicas, slices = self._compiled.replicas, len(change.members)
+    replicas, slices = self._compiled.averages.replicas, len(change.members)
     fewest = -(-replicas // self._session.cluster.num_slices)
     if (most := -(-replicas // slices)) > fewest and (change.lost or change.joined) and not change.holds:
       self._session.log.line(
@@ -50,12 +55,15 @@ class LocalRounds(ManyWorlds):
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The state after the round that ends with step n, and the metrics of its steps, [steps, metrics]."""
-    first, count, compiled = self._step, n - self._step, self._compiled
-    self._state, self._ahead, self.data_wait_seconds = state, {}, 0.0
+    first, count, compiled, averages = self._step, n - self._step, self._compiled, self._compiled.averages
     weights, skipped = self._checksum(state.params), int(state.skipped)
+    held, self._ahead, self.data_wait_seconds = _moved(state, HOST), {}, 0.0
+    self._state = held
+    for leaf in jax.tree.leaves(state):
+      leaf.delete()
 
     def compute(share: Share) -> Contribution:
-      replica, rows, tallies = compiled.begin(state), list[Any](), list[Any]()
+      replica, rows, tallies = _moved(dataclasses.replace(held, outer=None)), list[Any](), list[Any]()
       for index in range(first, n):
         self._stop_if_interrupted()
         batch, tally = self._batch(index, share)
@@ -67,24 +75,32 @@ class LocalRounds(ManyWorlds):
         rows.append(metrics)
         tallies.append(self._train.over_processes(tally.numbers))
         jax.block_until_ready(rows[-2:-1])  # so that few batches need memory at a time
-      large, small, squares = compiled.contribution(state, replica)
+        self._session.watchdog.part_done()
+      (squares, small), parts = compiled.sums(_moved(averages.kept(held)), replica)
       numbers = _weighted(np.stack(jax.device_get(rows)), is_first=share == 0)
-      return Contribution((numbers, *tallies, squares, *small), [Part(large)])
+      return Contribution((numbers, *tallies, squares, *small), parts)
 
     settled = functools.partial(self._settled, functools.partial(int, weights))
     name, sent = f"step {n}", self._peers.exchange.sent_bytes
-    with self._interruptible(name):
-      scalars, self.slice_seconds = self._rounds.agree(name, settled, compute, self._total)
+    try:
+      with self._interruptible(name):
+        scalars, self.slice_seconds = self._rounds.agree(name, settled, compute, self._total)
+    except (StopRequested, SupervisorLost) as error:
+      traceback.clear_frames(error.__traceback__)  # frees the replicas: the devices may not hold them and the state
+      self._state = _moved(held)
+      raise (StopRequested(self._state) if isinstance(error, StopRequested) else error) from None
     self.proof = self._proof(weights)
     numbers, tallies, squares, *small = self._divided(scalars, count)
     self.tally = tallies
-    rows, skipped = _means(numbers, compiled.replicas, skipped)
+    rows, skipped = _means(numbers, averages.replicas, skipped)
     small = [array.reshape(leaf.shape) for array, leaf in zip(small, compiled.small, strict=True)]
     sums = self._rounds.layout.to_device(self._total)
-    self._state, mean_squares = compiled.outer_step(state, sums, small, np.int32(count), np.int32(skipped))
+    self._state, mean_squares = compiled.outer_step(
+      _moved(averages.kept(held)), sums, small, np.int32(count), np.int32(skipped)
+    )
     self._step, self._evaluated = n, False
     moved = float(mean_squares)  # waits: the next round writes to the memory of `sums`
-    spread = float(squares[0]) / compiled.replicas - moved
+    spread = float(squares[0]) / averages.replicas - moved
     self.of_round = {
       "replica_distance": math.sqrt(max(spread, 0.0)),
       "outer_grad_norm": math.sqrt(moved),
@@ -108,6 +124,16 @@ class LocalRounds(ManyWorlds):
     rest = [Tally.SIZE * count, 1, *self._small_sizes]
     metrics, tallies, *others = np.split(scalars, np.cumsum([scalars.size - sum(rest), *rest[:-1]]))
     return [metrics.reshape(count, -1), tallies.reshape(count, Tally.SIZE), *others]
+
+
+def _moved(state: TrainState, kind: str | None = None) -> TrainState:
+  """The state in the memory of this kind; None: of the devices."""
+
+  def move(array: jax.Array) -> jax.Array:
+    parts = [jax.device_put(part.data, part.data.sharding.with_memory_kind(kind)) for part in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding.with_memory_kind(kind), parts)
+
+  return jax.tree.map(move, state)
 
 
 def _weighted(rows: np.ndarray, *, is_first: bool) -> np.ndarray:

@@ -19,7 +19,6 @@ from trainer.config import counts
 from trainer.config.errors import counted
 from trainer.config.schema import Config
 from trainer.elastic import batch_plan
-from trainer.preflight import host_memory
 from trainer.preflight.analysis import Analysis, roofline, timeline
 from trainer.preflight.remat_choice import Choice, PolicyResult
 from trainer.program import program
@@ -48,12 +47,14 @@ def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool)
   hosts = len({host_of(device) for device in slices[0]})
   by_rule = ramdisk_size.ramdisk_by_rule(parameters, hosts)
   exact = max(ramdisk_size.ramdisk_exact(state, slices[0], host_of).values())
+  sums = 2 * 4 * exchanged_values(config, state)  # of its own shares, and the total, in float32
   return [
     *lines,
     f"Snapshot: {size(state_bytes)} of host memory per slice and copy, {size(state_bytes / hosts)} per host "
     f"({counted(hosts, 'host')} per slice), two copies while a new one is being written",
-    f"Slices as processes: no snapshots; {size(host_memory.of_sums(4 * parameters) / hosts)} of host memory per host "
-    f"for sums, and {size(state_bytes / hosts)} during a save",
+    f"Slices as processes: no snapshots; {size(sums / hosts)} of host memory per host for sums, and "
+    f"{size(state_bytes / hosts)} during a save"
+    + (" and in a round of local steps" if config.optimizer.has_local_steps else ""),
     f"Ramdisk per host: {size(by_rule)} by the rule (parameters x 12 bytes / hosts x 2 x 1.15)",
     f"Ramdisk per host: {size(exact)} by exact count, for two saves without a margin",
   ]
@@ -119,8 +120,7 @@ def local_steps_lines(config: Config, state: TrainState, total: int, step_second
   step = f"steps of {milliseconds(step_seconds)}" if step_seconds else "steps of 1 s (no estimate for these devices)"
   lines = [
     f"Local steps: a slice sends {size(averaged)} in a round of {config.optimizer.local_steps} steps, and "
-    f"{size(gradients)} in a synchronous step; its devices also hold the state of the round, "
-    f"{size(state_tree.state_bytes(state))}",
+    f"{size(gradients)} in a synchronous step",
     f"Share of the exchange for {step}, without overlap: link | "
     f"{' | '.join(f'H={count}' for count in counts_of_steps)}",
   ]

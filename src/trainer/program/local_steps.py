@@ -20,6 +20,7 @@ from trainer.checkpoint.arrays import state_tree
 from trainer.config.errors import ConfigError
 from trainer.config.schema import OptimizerSection
 from trainer.models.decoder import DecoderFunctions, Params
+from trainer.program.share_sums import ShareSums
 from trainer.program.state import TrainState
 from trainer.program.step import MicroBatches, TrainStep
 from worlds.exchange import Part
@@ -42,12 +43,12 @@ def end_of_round(cfg: OptimizerSection, step: int, steps: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Averages:
-  """How each array of a state is averaged over `replicas`: by whether a weight is a load of experts, and whether an
-  array of the optimizer is a moment (floating) or a count (integer), in the order of the leaves."""
+  """How each array of a state is averaged over `replicas`. is_load: whether a weight is a load of experts, in the order
+  of the leaves. optimizer: its state, abstract, with moments (floating arrays) and counts (integers)."""
 
   replicas: int
   is_load: tuple[bool, ...]
-  is_moment: tuple[bool, ...]
+  optimizer: Any
 
   @classmethod
   def of(cls, abstract: TrainState, model: DecoderFunctions, replicas: int) -> Averages:
@@ -60,27 +61,37 @@ class Averages:
           "replicas: only floating and signed numbers can.\nSet local_steps=1, outer_learning_rate=1 and "
           "outer_momentum=0, or choose another optimizer."
         )
-    kinds = (jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(abstract.opt_state))
-    return cls(replicas, tuple("load" in names for names in axes), tuple(kinds))
+    return cls(replicas, tuple("load" in names for names in axes), abstract.opt_state)
 
-  def contribution(self, start: TrainState, end: TrainState) -> tuple[dict[str, list[Any]], Small, jax.Array]:
-    """What a replica adds to the round that began with the state `start`, float32: its outer gradients and its moments;
-    the small arrays; and the squared norm of the outer gradients."""
-    deltas, loads = list[Any](), list[Any]()
-    moments, counts = list[Any](), list[Any]()
-    for old, new, is_load in zip(*map(jax.tree.leaves, (start.params, end.params)), self.is_load, strict=True):
-      (loads if is_load else deltas).append(_f32(new) if is_load else _f32(old) - _f32(new))
-    for old, new, is_moment in zip(
-      *map(jax.tree.leaves, (start.opt_state, end.opt_state)), self.is_moment, strict=True
-    ):
-      # Counts differ from replica to replica only if one has skipped an update.
-      (moments if is_moment else counts).append(_f32(new) if is_moment else _f32(new - old))
-    return {"deltas": deltas, "moments": moments}, [*loads, *counts], _squares(deltas)
+  @property
+  def is_moment(self) -> list[bool]:
+    return [bool(jnp.issubdtype(leaf.dtype, jnp.floating)) for leaf in jax.tree.leaves(self.optimizer)]
+
+  def split(self, state: TrainState) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
+    """The leaves of a state, or what stands for them: weights, moments, loads of experts, counts."""
+    of_kind = lambda tree, kinds, kind: [leaf for leaf, one in zip(jax.tree.leaves(tree), kinds) if one == kind]
+    weights, loads = (of_kind(state.params, self.is_load, kind) for kind in (False, True))
+    moments, counts = (of_kind(state.opt_state, self.is_moment, kind) for kind in (True, False))
+    return weights, moments, loads, counts
+
+  def kept(self, state: TrainState) -> TrainState:
+    """What the end of a round needs of the state with which the round began: all but the moments."""
+    return dataclasses.replace(state, opt_state=self.split(state)[-1])
+
+  def contribution(self, kept: TrainState, end: TrainState) -> tuple[tuple[jax.Array, Small], list[Any]]:
+    """What a replica adds to the round, float32, as ShareSums: the squared norm of its outer gradients, and the small
+    arrays; its outer gradients and its moments. kept: see the method."""
+    before = self.split(dataclasses.replace(kept, opt_state=()))[0]
+    weights, moments, loads, counts = self.split(end)
+    deltas = [_f32(old) - _f32(new) for old, new in zip(before, weights, strict=True)]
+    # Counts differ from replica to replica only if one has skipped an update.
+    counted = [_f32(new - old) for old, new in zip(kept.opt_state, counts, strict=True)]
+    return (_squares(deltas), [*map(_f32, loads), *counted]), [{"deltas": deltas, "moments": [*map(_f32, moments)]}]
 
   def outer_step(
     self,
     outer: optax.GradientTransformation,
-    start: TrainState,
+    kept: TrainState,
     sums: dict[str, list[Any]],
     small: Small,
     steps: Any,
@@ -90,23 +101,24 @@ class Averages:
     contributions of all replicas. steps: of the round. skipped: see TrainState."""
     means = lambda arrays: iter([array / self.replicas for array in arrays])
     deltas, moments, small_means = means(sums["deltas"]), means(sums["moments"]), means(small)
-    weights, tree = jax.tree.flatten(start.params)
+    weights, tree = jax.tree.flatten(kept.params)
     gradients = [
       jnp.zeros(weight.shape, jnp.float32) if is_load else next(deltas)
       for weight, is_load in zip(weights, self.is_load)
     ]
-    updates, trace = outer.update(tree.unflatten(gradients), start.outer)
+    updates, trace = outer.update(tree.unflatten(gradients), kept.outer)
     params = [
       next(small_means) if is_load else (_f32(weight) + update).astype(weight.dtype)
       for weight, update, is_load in zip(weights, jax.tree.leaves(updates), self.is_load, strict=True)
     ]
-    of_optimizer, structure = jax.tree.flatten(start.opt_state)
+    of_optimizer, structure = jax.tree.flatten(self.optimizer)
+    counts = iter([old + jnp.round(next(small_means)).astype(old.dtype) for old in kept.opt_state])
     opt_state = [
-      next(moments).astype(old.dtype) if is_moment else old + jnp.round(next(small_means)).astype(old.dtype)
-      for old, is_moment in zip(of_optimizer, self.is_moment, strict=True)
+      next(moments).astype(leaf.dtype) if is_moment else next(counts)
+      for leaf, is_moment in zip(of_optimizer, self.is_moment, strict=True)
     ]
     state = TrainState(
-      step=start.step + steps,
+      step=kept.step + steps,
       params=tree.unflatten(params),
       opt_state=structure.unflatten(opt_state),
       skipped=skipped,
@@ -123,33 +135,16 @@ def _squares(arrays: Sequence[jax.Array]) -> jax.Array:
   return functools.reduce(jnp.add, [jnp.sum(jnp.square(array)) for array in arrays])
 
 
-class Contributions:
-  """The sums of what the replicas of a slice add to a round. As ShareSums for gradients: `parts`, `add`."""
-
-  def __init__(self, abstract: dict[str, list[Any]], options: Any, *, adds: bool) -> None:
-    """abstract: ShapeDtypeStructs with shardings. adds: `add` will be called."""
-    self.parts = [Part(abstract)]
-    added = jax.jit(functools.partial(jax.tree.map, jnp.add))
-    self._add = added.lower(abstract, abstract).compile(options) if adds else None
-
-  def add(self, replicas: Sequence[Sequence[Part]]) -> list[Part]:
-    """Returns the sum of the contributions of several replicas, from left to right."""
-    assert self._add is not None
-    return [Part(functools.reduce(self._add, (part.tree for (part,) in replicas)))]
-
-
 @dataclasses.dataclass(frozen=True)
 class RoundPrograms:
   """The compiled programs of a slice that takes part in rounds of local steps."""
 
-  begin: Callable[[TrainState], TrainState]  # a copy of the state for a replica, without the outer momentum
-  step: TrainStep  # of a replica; donates its state
-  contribution: Callable[[TrainState, TrainState], tuple[Any, Small, Any]]  # donates the second state
+  step: TrainStep  # of a replica; donates its state, which is without the outer momentum
+  sums: ShareSums  # of (`Averages.kept`, the last state of a replica, which is donated)
   outer_step: Callable[..., tuple[TrainState, jax.Array]]  # donates the first state
+  averages: Averages
   abstract: dict[str, list[Any]]  # of a contribution, as ShapeDtypeStructs
   small: Small  # the same of the small arrays
-  sums: Contributions
-  replicas: int
   evaluate: Callable[[Params, MicroBatches], tuple[jax.Array, jax.Array]] | None
   checksum: Callable[[Params], jax.Array]
   checks: None = None  # there is no witness
@@ -168,38 +163,29 @@ def compile_round(
   """Returns the programs of a round by their names in RoundPrograms. abstract: the state, the batch of a replica and
   the values of the schedule. adds: whether a slice has several replicas."""
   state, batch, values = abstract
-  inner = dataclasses.replace(state, outer=None)
+  inner, kept = dataclasses.replace(state, outer=None), averages.kept(state)
   place = lambda tree: jax.tree.map(lambda leaf: leaf.sharding, tree)
   one = NamedSharding(mesh, PartitionSpec())
   number = lambda dtype: jax.ShapeDtypeStruct((), dtype, sharding=one)
-  of_weights = lambda leaves, chosen: [
-    jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding)
-    for leaf, is_chosen in zip(jax.tree.leaves(leaves), chosen, strict=True)
-    if is_chosen
-  ]
-  not_load, is_count = ([not each for each in kinds] for kinds in (averages.is_load, averages.is_moment))
-  sums = {"deltas": of_weights(state.params, not_load), "moments": of_weights(state.opt_state, averages.is_moment)}
-  small = [*of_weights(state.params, averages.is_load), *of_weights(state.opt_state, is_count)]
+  as_f32 = lambda leaves: [jax.ShapeDtypeStruct(leaf.shape, jnp.float32, sharding=leaf.sharding) for leaf in leaves]
+  weights, moments, loads, counts = map(as_f32, averages.split(state))
+  sums, small = {"deltas": weights, "moments": moments}, [*loads, *counts]
 
-  def begin(state: TrainState) -> TrainState:
-    return dataclasses.replace(jax.tree.map(jnp.copy, state), outer=None)
-
-  def compiled(function: Callable[..., Any], out: Any, *args: Any, donated: tuple[int, ...] = ()) -> Any:
+  def compiled(function: Callable[..., Any], out: Any, *args: Any, donated: tuple[int, ...]) -> Any:
     return jax.jit(function, donate_argnums=donated, out_shardings=out).lower(*args).compile(options)
 
   with jax.set_mesh(mesh):
+    added = compiled(averages.contribution, ((one, place(small)), [place(sums)]), kept, inner, donated=(1,))
     return {
-      "begin": compiled(begin, place(inner), state),
       "step": compiled(train_step, (place(inner), one), inner, batch, values, donated=(0,)),
-      "contribution": compiled(averages.contribution, (place(sums), place(small), one), state, inner, donated=(1,)),
+      "sums": ShareSums(added, [Part(sums)], options, adds=adds),
       "outer_step": compiled(
         functools.partial(averages.outer_step, outer),
         (place(state), one),
-        *(state, sums, small, number(jnp.int32), number(jnp.int32)),
-        donated=(0,),
+        *(kept, sums, small, number(jnp.int32), number(jnp.int32)),
+        donated=(0,) if mesh.devices.flat[0].platform == "cpu" else (0, 1),  # there they are the exchange's memory
       ),
+      "averages": averages,
       "abstract": sums,
       "small": small,
-      "sums": Contributions(sums, options, adds=adds),
-      "replicas": averages.replicas,
     }

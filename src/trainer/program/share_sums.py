@@ -29,7 +29,7 @@ class ShareSums:
   """The compiled programs of a share. parts: its gradients as ShapeDtypeStructs, in the order of their computation."""
 
   def __init__(
-    self, run: Callable[[Params, Batch], tuple[Scalars, list[Any]]], parts: list[Part], options: Any, *, adds: bool
+    self, run: Callable[[Any, Any], tuple[Any, list[Any]]], parts: list[Part], options: Any, *, adds: bool
   ) -> None:
     """run(params, batch): the scalars, and the tree of each part. adds: `add` will be called."""
     self.parts = parts
@@ -38,7 +38,7 @@ class ShareSums:
     sum_of = jax.jit(functools.partial(jax.tree.map, jnp.add))
     self._add = {key: sum_of.lower(tree, tree).compile(options) for key, tree in trees.items()}
 
-  def __call__(self, params: Params, batch: Batch) -> tuple[Scalars, list[Part]]:
+  def __call__(self, params: Any, batch: Any) -> tuple[Any, list[Part]]:
     """Starts the programs of a share, without waiting, and returns its scalars and its gradients, float32."""
     scalars, trees = self._run(params, batch)
     return scalars, [Part(tree, part.first) for tree, part in zip(trees, self.parts, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import time
@@ -167,7 +168,7 @@ class Attempt:
     self.session.stop.requested(step)
     self.session.log.line(f"The round of local steps after step {step} stops here: its steps will be done again.")
     if step == start.step:
-      self.save_restored(start, None)
+      self.save_restored(dataclasses.replace(start, state=state), None)
     else:
       self.save(Actions(save="final"), step, state, None)
     return Outcome("preempted", step)

@@ -57,7 +57,7 @@ class Driver(Protocol):
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:
     """The next state (the old one's buffers are donated) and the step's metrics, perhaps not computed yet. Raises only
-    if the attempt must end; StopRequested in a round of local steps, whose state then stays as it is."""
+    if the attempt must end: in a round of local steps StopRequested(the state with which the round began)."""
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
     """For each set, sums over its first batches[set] batches, in parts to be added, on the host. Raises StopRequested

@@ -291,8 +291,9 @@ def _full_program(config: Config, cluster: Cluster, user_optimizer: UserOptimize
   on_primary(cluster.world, lambda: remote.require_bucket(config.run_directory, config.run_directory))
   full_program = program.of_view(config, cluster.view(cluster.slices), user_optimizer)
   state = full_program.state
-  # In a round of local steps a slice holds a replica too.
-  held = [state] if full_program.outer is None else [state, dataclasses.replace(state, outer=None)]
+  # In a round of local steps the host keeps the state: on a CPU, in the memory of the devices.
+  keeps = full_program.outer is not None and full_program.mesh.devices.flat[0].platform == "cpu"
+  held = [state, dataclasses.replace(state, outer=None)] if keeps else [state]
   memory.require_fit(held, counts.parameter_count(config.model), cluster.kind)
   disk_space.require_locks(config)
   return full_program

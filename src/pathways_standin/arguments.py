@@ -27,7 +27,6 @@ def whole(text: str) -> int:
 
 
 def add_address(parser: argparse.ArgumentParser) -> None:
-  """Adds --port and --unix."""
   group = parser.add_mutually_exclusive_group()
   group.add_argument("--port", type=whole, default=PORT, help=f"port of the loopback address ({PORT}; 0: a free one)")
   group.add_argument("--unix", metavar="PATH", help="a Unix socket instead of a port")

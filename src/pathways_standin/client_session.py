@@ -98,7 +98,6 @@ class ClientSession:
     return handle
 
   def describe(self) -> dict[str, Any]:
-    """How much the session holds."""
     return {
       "session": self.number,
       "arrays": len(self.store),
@@ -224,7 +223,6 @@ class ClientSession:
       self._contexts.append(request.request_metadata.user_context_id)
 
   def close(self) -> None:
-    """Frees everything that the session holds."""
     self.buffers.close()
     self.responses.put(None)
     for pool in (self._compilers, self._waiters):

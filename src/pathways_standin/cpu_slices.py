@@ -63,14 +63,12 @@ class Slices:
   # ---- what sessions ask
 
   def open_store(self) -> Store:
-    """The arrays of a new session."""
     store = Store()
     with self.lock:
       self._stores.append(store)
     return store
 
   def close_store(self, store: Store) -> None:
-    """Frees the arrays of a session that has ended."""
     with self.lock:
       self._stores.remove(store)
       store.clear()

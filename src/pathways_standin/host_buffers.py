@@ -48,7 +48,6 @@ class HostBuffers:
       return self._data[handle]
 
   def delete(self, handle: int) -> None:
-    """Removes a buffer, if it is here."""
     with self._arrived:
       self._data.pop(handle, None)
 

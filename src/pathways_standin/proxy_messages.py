@@ -29,8 +29,6 @@ _NUMBERS = frozenset({10, 11, 14})  # fields of FileDescriptorProto that are var
 
 
 class Messages:
-  """Message classes by name."""
-
   def __init__(self, files: dict[str, descriptor_pb2.FileDescriptorProto]) -> None:
     """files: file name -> descriptor, with all dependencies."""
     self._pool = descriptor_pool.DescriptorPool()

@@ -75,7 +75,6 @@ class Instruction:
 
   @functools.cached_property
   def index(self) -> int:
-    """The index of a get-tuple-element."""
     return int(self.attribute("index") or 0)
 
   @property
@@ -96,7 +95,6 @@ class Instruction:
 
   @property
   def target(self) -> str:
-    """The target of a custom call; empty for other instructions."""
     if self.opcode != "custom-call":
       return ""
     return (self.attribute("custom_call_target") or "").strip('"')
@@ -150,7 +148,6 @@ class Computation:
 
   @functools.cached_property
   def parameters(self) -> tuple[Instruction, ...]:
-    """The parameters in the order of their numbers."""
     found = [i for i in self.instructions if i.opcode == "parameter"]
     return tuple(sorted(found, key=lambda i: int(i.operands[0])))
 

@@ -107,8 +107,6 @@ class _Fused:
 
 
 class Decoder:
-  """Turns the instructions of a module into events."""
-
   def __init__(self, module: Module, reader: collectives.Reader, rates: Rates) -> None:
     self._module, self._reader, self._rates = module, reader, rates
     self._bandwidth = {

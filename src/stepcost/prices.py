@@ -144,8 +144,6 @@ def calibration(chip: Chip) -> Calibration:
 
 @dataclasses.dataclass(frozen=True)
 class Price:
-  """Computation of one run of an instruction."""
-
   seconds: float
   basis: Basis
   host_bytes: float  # that the instruction itself moves to or from the host

@@ -105,7 +105,6 @@ class _Player:
     self._longest: dict[Site, str] = {}  # of the first transfer of each site
 
   def timeline(self) -> Timeline:
-    """Plays the program and returns its times."""
     self._play(self._module.computations[self._module.entry], [])
     for flight in list(self._open):
       self._wait(flight)

@@ -25,8 +25,6 @@ class World(Protocol):
 
 
 class SingleWorld:
-  """A run of one process."""
-
   rank = 0
   size = 1
   is_primary = True

@@ -164,7 +164,6 @@ class _PendingArrays:
     return self._connection.pull(pull, _aval(array))
 
   def release(self) -> None:
-    """All copies become ready."""
     while self._waiting:
       self._server.await_pull(*self._waiting.popitem())
 

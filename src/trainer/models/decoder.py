@@ -292,7 +292,6 @@ class DecoderFunctions:
     self._graphdef, self._state = nnx.split(nnx.eval_shape(lambda: self._build(key=jax.random.key(0))))
 
   def init(self, key: jax.Array) -> Params:
-    """Returns fresh weights drawn from `key`."""
     return nnx.to_pure_dict(nnx.state(self._build(key=key)))
 
   def abstract(self) -> Params:

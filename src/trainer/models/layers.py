@@ -50,7 +50,6 @@ def normal_param(
 # longer than recomputing them. prevent_cse=False, because merging equal expressions can only save work here.
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-  """Returns silu(gate) * up."""
   return nnx.silu(gate) * up
 
 

@@ -27,7 +27,6 @@ def host() -> str:
 
 @functools.cache
 def _own_commit() -> str | None:
-  """The commit that this process has loaded."""
   return git_commit(Path(trainer.__file__))
 
 

@@ -158,13 +158,11 @@ class EventLog:
       self._unwritten.clear()
 
   def hand_over(self) -> None:
-    """Another process is the primary from now on."""
     with self._lock:
       self._lines.close()
       self.directory = None
 
   def flush(self) -> None:
-    """Returns when readers can see all records so far."""
     self._lines.flush()
 
   def close(self) -> None:

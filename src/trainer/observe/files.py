@@ -50,7 +50,6 @@ def check_address(directory: str) -> None:
 
 
 def exists(directory: str) -> bool:
-  """Whether the folder exists, local or on an object store."""
   return places.at(directory).exists()
 
 
@@ -283,7 +282,6 @@ def write_text(directory: str, name: str, text: str) -> None:
 
 
 def write_bytes(directory: str, name: str, data: bytes) -> None:
-  """Like write_text, for bytes."""
   place = places.at(directory) / name
   place.parent.mkdir(parents=True, exist_ok=True)
   place.write_bytes(data)

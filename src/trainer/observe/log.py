@@ -74,7 +74,6 @@ class Log:
       self._lines, self._quiet = files.open_lines(run_directory, LOG_FILE), False
 
   def hand_over(self) -> None:
-    """Another process is the primary from now on."""
     with self._lock:
       self._lines.close()
       self._quiet = True

@@ -91,8 +91,6 @@ def format_duration(seconds: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-  """One evaluation after `step`."""
-
   step: int
   eval_loss: float  # nats per weighted token; of the main set
   eval_seconds: float = 0.0

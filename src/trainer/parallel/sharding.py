@@ -243,11 +243,9 @@ class LossExchange:
     return self._run(jax.lax.psum_scatter, x, self._groups.T, scatter_dimension=0, tiled=True)
 
   def max_over_vocab(self, x: Any) -> Any:
-    """Returns the maximum over the parts of the vocabulary."""
     return self._run(jax.lax.pmax, x, self._groups.T)
 
   def sum_over_vocab(self, x: Any) -> Any:
-    """Returns the sum over the parts of the vocabulary."""
     return self._run(jax.lax.psum, x, self._groups.T)
 
   def sum_over_tokens(self, x: Any) -> Any:
@@ -379,7 +377,6 @@ def first_stage(mesh: Mesh, width: int) -> int:
 
 
 def _has_wraparounds(mesh: Mesh) -> bool:
-  """Returns whether the slices of the mesh have wraparound links."""
   chip = chips.find(mesh.devices.flat[0].device_kind)
   devices = mesh.devices.size // len(_slices(mesh.devices.flat))
   return chip is not None and chip.has_wraparounds(devices)

@@ -73,7 +73,6 @@ class Analysis:
   optimized: bool  # False: compiled quickly. The program that runs uses memory differently and has less traffic
 
   def exchanged(self) -> list[Collective]:
-    """Returns the collectives that cross slices."""
     return [c for c in self.collectives if c.crosses_slices]
 
 

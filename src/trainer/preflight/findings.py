@@ -34,7 +34,6 @@ QUICK = (
 
 
 def state_lines(config: Config, slices: Sequence[Sequence[Device]], whole: bool) -> list[str]:
-  """Returns the lines on parameters, checkpoints, snapshots and ramdisks. whole: each slice holds the whole state."""
   state = program.build(config, slices, len(slices)).state
   parameters, state_bytes = counts.parameter_count(config.model), state_tree.state_bytes(state)
   lines = [
@@ -142,7 +141,6 @@ def remat_lines(choice: Choice, candidates: Sequence[PolicyResult]) -> list[str]
 
 
 def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
-  """Returns all lines about one compiled step."""
   a = analysis
   mesh = ", ".join(f"{axis}={ways}" for axis, ways in a.mesh.items() if ways > 1) or "one device"
   total = counted(a.num_slices_total, "slice")
@@ -176,7 +174,6 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
 
 
 def memory_line(a: Analysis, chip: Chip | None) -> str:
-  """Returns the line on the HBM that a device needs and has."""
   m = a.memory
   parts = (
     f"HBM per device: arguments {size(m.arguments)} ({size(m.aliased)} reused for results) + temporaries "
@@ -190,7 +187,6 @@ def memory_line(a: Analysis, chip: Chip | None) -> str:
 
 
 def collective_lines(collectives: Iterable[Collective]) -> list[str]:
-  """Returns the communication by kind, inside and across slices, with loops multiplied."""
   groups: dict[tuple[bool, str, int], list[Collective]] = {}
   for c in collectives:
     groups.setdefault((c.crosses_slices, c.kind, c.group), []).append(c)
@@ -225,13 +221,11 @@ def step_time_lines(a: Analysis, chip: Chip) -> list[str]:
 
 
 def throughput(a: Analysis, chip: Chip, seconds: float) -> str:
-  """Returns the tokens per second and the MFU of steps that take `seconds`."""
   tokens = a.tokens / seconds / (a.slices * a.devices_per_slice)
   return f"{tokens:,.0f} tokens/s/device, MFU {a.model_flops / chip.peak_flops / seconds:.0%}"
 
 
 def roofline_lines(a: Analysis, chip: Chip) -> list[str]:
-  """Returns the least time that a step can take on this chip."""
   r = roofline(a, chip)
   known = lambda seconds: "unknown" if seconds is None else milliseconds(seconds)
   return [

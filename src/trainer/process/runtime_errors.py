@@ -61,7 +61,6 @@ def find(error: BaseException | None) -> jax.errors.JaxRuntimeError | None:
 
 
 def is_disconnected(error: BaseException) -> bool:
-  """Whether the connection to the Pathways proxy is lost."""
   return explain(str(error))[0] is Meaning.DISCONNECTED
 
 

@@ -150,8 +150,6 @@ def format_line(result: dict[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Life:
-  """Records of one process in time order."""
-
   events: Events
   rows: np.ndarray
   redone: np.ndarray

@@ -50,7 +50,6 @@ class Row:
 
 
 def read(folder: str, name: str) -> Row:
-  """The row of the run in `folder`."""
   try:
     run = history.load(folder)
   except (ConfigError, OSError) as error:
@@ -75,6 +74,5 @@ def read(folder: str, name: str) -> Row:
 
 
 def body(rows: Iterable[Row], now: float) -> str:
-  """The list as the body of an HTML page."""
   shown = [(row, *row.state(now)) for row in rows]
   return markup.macros().runs(markup.count(len(shown), "run"), _HEADINGS, shown)

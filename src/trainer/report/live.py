@@ -29,8 +29,6 @@ _RECENT_STEPS = 50
 
 @dataclasses.dataclass(frozen=True)
 class State:
-  """What a browser shows."""
-
   version: int  # changes with `body`
   body: str  # HTML
   notice: str  # one line of text about the run as it is now

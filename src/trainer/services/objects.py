@@ -14,7 +14,6 @@ class MetricsObjects:
     self._pending: list[tuple[int, str]] = []
 
   def add(self, step: int, line: str) -> None:
-    """Adds the record of a completed step."""
     if self._pending and step != self._pending[-1][0] + 1:  # a rewind: the pending steps become their own object
       self._put()
     self._pending.append((step, line))

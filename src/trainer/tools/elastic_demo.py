@@ -37,7 +37,6 @@ _SCENARIOS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Runs the demo and returns its exit code."""
   parser = commands.parser(__doc__)
   parser.add_argument("--pathways", action="store_true")
   return commands.main(parser, _run, argv, rest="arguments")

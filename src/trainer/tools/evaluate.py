@@ -25,7 +25,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _evaluate(place: str, keys: Sequence[str]) -> None:
-  """Prints the losses of the evaluation sets."""
   cluster.check_environment()
   from trainer.checkpoint import run_id
   from trainer.checkpoint.errors import ConfigMismatch

@@ -67,8 +67,6 @@ class _Devices(_Strict):
 
 
 class _Start(_Strict):
-  """A line with `after`."""
-
   after: _Count
   run_id: str
   config: _Config
@@ -89,8 +87,6 @@ class _Witness(_Strict):
 
 
 class _Step(_Strict):
-  """A line with `step`."""
-
   step: int = Field(ge=1, lt=1 << 48)
   loss: _Bits
   grad_norm: _Bits

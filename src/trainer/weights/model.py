@@ -111,7 +111,6 @@ class Model:
     )
 
   def generate(self, prompts: Sequence[str], tokens: int = 128, sampling: Sampling = DEFAULT) -> list[str]:
-    """The continuation of each prompt."""
     if isinstance(prompts, str):
       raise TypeError(f"generate takes a list of prompts, such as [{prompts[:20]!r}]")
     encoded = [self.encode(prompt) for prompt in prompts]

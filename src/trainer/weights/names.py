@@ -42,7 +42,6 @@ class Weight:
 
   @property
   def their_shape(self) -> tuple[int, ...]:
-    """The shape of each of `theirs`."""
     shape = self.our_shape
     if self.kind == "reads":
       return math.prod(shape[1:]), shape[0]

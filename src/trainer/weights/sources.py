@@ -111,7 +111,6 @@ class WeightSource:
 
   @property
   def longest(self) -> int:
-    """Tokens of the longest text of the model."""
     return hf_config.longest(self.model, self.data)
 
   def check(self, cfg: ModelSection) -> None:

@@ -20,8 +20,6 @@ from trainer.world import SINGLE_WORLD
 
 @dataclass(frozen=True)
 class Entry:
-  """An array that can be read."""
-
   shape: tuple[int, ...]
   dtype: np.dtype
   read: Callable[[], np.ndarray]
@@ -45,7 +43,6 @@ def entries(place: str) -> Entries:
 
 
 def of_checkpoint(folder: Place, meta: dict[str, Any]) -> Entries:
-  """{name: array} of a committed checkpoint."""
   import ml_dtypes  # noqa: F401 -- numpy knows bfloat16 then
 
   read = lambda name: functools.partial(read_whole, folder, name)

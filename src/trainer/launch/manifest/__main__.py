@@ -32,14 +32,12 @@ def render(chosen: argparse.Namespace) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-  """Reads the arguments for `render`."""
   parser = commands.parser(__doc__)
   gke_options.add_to(parser, job_text.TARGETS)
   return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Prints the text and returns the exit code."""
   return commands.main(parser(), lambda chosen: print(render(chosen), end=""), argv)
 
 

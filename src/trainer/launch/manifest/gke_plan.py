@@ -17,8 +17,6 @@ _RESTARTS = 10
 
 @dataclass(frozen=True)
 class GkePlan:
-  """One job on GKE."""
-
   options: argparse.Namespace  # of options.parse
   config: Config
   slice: Slice
@@ -30,7 +28,6 @@ class GkePlan:
 
   @property
   def name(self) -> str:
-    """The name of the job in Kubernetes."""
     return self.options.workload or self.config.run.run_name
 
   @property
@@ -60,7 +57,6 @@ class GkePlan:
 
   @property
   def local_folder(self) -> str:
-    """The mount point of the ramdisk."""
     return self.config.checkpoint.local_checkpoint_directory
 
   @property

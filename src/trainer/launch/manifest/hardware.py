@@ -22,8 +22,6 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Slice:
-  """One TPU slice."""
-
   machine_type: str
   accelerator: str
   instance: str  # "tpuv5e:4x4"

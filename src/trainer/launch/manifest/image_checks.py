@@ -27,7 +27,6 @@ _GIB = 2**30
 
 
 def problems(plan: GkePlan) -> Iterator[str]:
-  """All broken rules."""
   for rule in (_packages, _data, _buckets, _device_memory, _host_memory):
     yield from rule(plan)
 

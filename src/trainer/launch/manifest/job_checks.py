@@ -31,7 +31,6 @@ _LONGEST_NAME = {"gcluster": 28, "xpk": 40, "jobset": 40, "pathwaysjob": 22}
 
 
 def problems(plan: GkePlan) -> Iterator[str]:
-  """All broken rules."""
   for rule in (_names, _name, _files, _target, _slices, _elastic, _restarts, _grace, _ramdisk, _cache):
     yield from rule(plan)
 

@@ -20,12 +20,10 @@ from trainer.observe import screen
 
 
 def main(argv: list[str] | None = None) -> int:
-  """Runs the command and returns its exit code."""
   return commands.main(parser(), _run, argv, rest="arguments")
 
 
 def parser() -> argparse.ArgumentParser:
-  """Reads the options of this command."""
   parser = commands.parser(__doc__)
   parser.add_argument("--min-slices", type=whole(1), required=True, help="slices that training needs")
   parser.add_argument("--max-slices", type=whole(1), required=True, help="slices of the full run")

@@ -181,7 +181,6 @@ class RunSupervisor:
       self._code = self._server.coordinator.code
 
   def close(self) -> None:
-    """Ends the connections of the group."""
     self._take_code()
     if self._server is not None:
       self._server.close()

@@ -33,7 +33,6 @@ class Part:
 
   @property
   def size(self) -> int:
-    """Bytes of input."""
     return sum(piece.size for piece in self.pieces)
 
 
@@ -89,7 +88,6 @@ class Output:
       _write_bytes(self.folder / TOKENIZER, tokenizer.json_text.encode())
 
   def path(self, part: Part) -> Path:
-    """The output file of a part."""
     count = sum(other.split == part.split for other in self._parts)
     return self.folder / part.split / f"part-{part.number:05}-of-{count:05}.array_record"
 

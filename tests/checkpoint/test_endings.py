@@ -26,7 +26,7 @@ def test_a_file_size_limit_is_1_the_complete_run_is_0_and_so_is_a_repetition(mak
   """A full disk without a mount: a limit on the size of the files of the first process."""
   run = make("steps=4")
   limit = 24_000  # bytes: log.txt and the records fit, the arrays do not
-  process = run.start()
+  process = run.start(PYTHONDONTWRITEBYTECODE="1")  # else modules that it imports first would have half their byte code
   resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (limit, limit))
   assert process.wait(240) == 1
   assert "step 3 could not be saved in" in (run.directory / "log.txt").read_text()

@@ -181,6 +181,7 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
   if linux:
     show(request["environment"])
   os.environ.update(request["environment"])
+  sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in os.environ
   sys.argv = [request["module"], *request["argv"]]
   sys.modules.pop(request["module"], None)  # it runs as __main__
   runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

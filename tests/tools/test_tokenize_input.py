@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 from pathlib import Path
@@ -41,6 +42,17 @@ def test_the_tokenizer_command_names_what_is_not_read(tmp_path, odd, capsys):
   keys += [f"base_output_directory={tmp_path}", f"dataset_cache_directory={tmp_path}/cache", "--processes=1"]
   assert main([*keys, "--output", str(tmp_path / "tokens")]) == 0
   assert f"Not read in {odd}: " in capsys.readouterr().out
+
+
+def test_records_of_documents_have_no_masks(tmp_path, capsys):
+  """Refused if the first document has a mask, and if a part has one and the first document of all parts has none."""
+  keys = ["configs/base.yml", "dataset_type=grain", "grain_file_type=jsonl", "vocab_size=300"]
+  keys += [f"dataset_cache_directory={tmp_path}/cache", "--processes=1", f"--output={tmp_path}/out"]
+  for first, message in (([1, 0], "or of a document with a mask, are trained"), (None, "A document has a mask, and")):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": [1, 2], "mask": first}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": [1, 2], "mask": [1, 0]}) + "\n")
+    assert main([*keys, f"grain_train_files={tmp_path}/*.jsonl", "--part-megabytes=0.00001"]) == 2
+    assert message in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_tokenize_writes_windows_with_weights_and_prints_a_preview(tmp_path, capsys):

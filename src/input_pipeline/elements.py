@@ -55,17 +55,35 @@ class Elements:
   def dataset(self) -> Any:
     return self.given if self.given is not None else _load(self.reference)[0]
 
+  @cached_property
+  def _begins_anew(self) -> bool:
+    """Whether elements after the last one are the next epoch, which a MapDataset may shuffle anew."""
+    is_map = next(_nodes(self.dataset), None) is not None
+    return is_map and not any(map(_is_slice_of_shuffled, _nodes(self.dataset)))
+
   def read(self, number: int) -> Any:
-    """The element with this number; after the last one the next epoch begins, which a MapDataset may shuffle anew.
+    """The element with this number; after the last one the next epoch begins.
 
     Raises OSError, naming the element, whatever the dataset raises.
     """
-    grain = sys.modules.get("grain")  # who made a MapDataset has imported it
-    is_map = grain is not None and isinstance(self.dataset, grain.MapDataset)
     try:
-      return self.dataset[number if is_map else number % self.length]
+      return self.dataset[number if self._begins_anew else number % self.length]
     except Exception as error:
       raise OSError(f"element {number} of {self.name} cannot be read ({type(error).__name__}: {error})") from error
+
+
+def _nodes(dataset: Any) -> Iterator[Any]:
+  """Yields a MapDataset and all datasets that it is made of; nothing for another object."""
+  grain = sys.modules.get("grain")  # who made a MapDataset has imported it
+  if grain is not None and isinstance(dataset, grain.MapDataset):
+    yield dataset
+    for parent in dataset.parents:
+      yield from _nodes(parent)
+
+
+def _is_slice_of_shuffled(node: Any) -> bool:
+  """Whether elements after the last one of a MapDataset are outside its slice (google/grain issue 1200)."""
+  return "Slice" in type(node).__name__ and any("Shuffle" in type(one).__name__ for one in _nodes(node))
 
 
 def require_random_access(what: str, dataset: object) -> None:
@@ -108,6 +126,12 @@ def find(reference: str, given: Any, column: str) -> Documents:
   require_random_access(name, dataset)
   if not (length := len(dataset)):
     raise ConfigError(f"{name} has no elements.\nGive a dataset with at least one.")
+  for node in _nodes(dataset):
+    if "Repeat" in type(node).__name__ and any(map(_is_slice_of_shuffled, _nodes(node))):
+      raise ConfigError(
+        f"{name}: .repeat() after a slice of shuffled elements gives elements outside the slice from its second epoch "
+        "on.\nRemove .repeat(): the trainer begins the slice again, in the same order. Or slice before .shuffle()."
+      )
   elements = Elements(name, "", length, False, reference, dataset)
   end = min(length, 2**20) if length >= _ENDLESS else length
   places = sorted({end * place // _PLACES for place in range(_PLACES)} | {end - 1})

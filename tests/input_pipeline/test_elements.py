@@ -205,6 +205,21 @@ def test_a_document_with_a_mask_after_one_without_is_refused_in_a_file(tmp_path)
     load(tmp_path, grain_train_files=f"{tmp_path}/a.jsonl", grain_file_type="jsonl")
 
 
+def test_a_slice_of_shuffled_examples_stays_a_slice_in_later_epochs(tmp_path):
+  """https://github.com/google/grain/issues/1200: element `len` and the ones after it may be held-out examples."""
+  numbers = MapDataset.range(1, 21).shuffle(seed=3)
+  row = lambda number: {"inputs": [number], "targets": [number]}
+  loader = of(tmp_path, numbers[:8].map(row), max_target_length=1, batch=4)
+  epochs = [np.concatenate([loader.batch(2 * epoch + half).tokens for half in (0, 1)]) for epoch in range(5)]
+  assert set(epochs[0].ravel()) == {int(numbers[place]) for place in range(8)}
+  assert all(np.array_equal(epochs[0], other) for other in epochs[1:])
+  with pytest.raises(ConfigError, match="elements outside the slice"):
+    of(tmp_path, numbers[:8].map(row).repeat(2), max_target_length=1, batch=4)
+  whole = of(tmp_path, numbers.map(row), max_target_length=1, batch=4)
+  first, second = (np.concatenate([whole.batch(5 * epoch + n).tokens for n in range(5)]) for epoch in (0, 1))
+  assert sorted(first.ravel()) == sorted(second.ravel()) and not np.array_equal(first, second)
+
+
 def test_rows_with_messages_are_conversations():
   found = elements.document({"chat": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, "chat")
   assert found.messages[1] == {"role": "assistant", "content": "b"}

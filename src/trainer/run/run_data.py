@@ -83,8 +83,8 @@ class RunData:
       return [f"Data: {difference}."]
     raise ConfigMismatch(
       f"{difference}, although the fingerprint is the same. The middle of a file has changed, or a dataset in Python "
-      "gives other elements than before.\nRestore the files and delete the prepared data in dataset_cache_directory, or "
-      "make an element depend on its index alone. If you want this change, set allow_config_change=data."
+      "gives other elements than before.\nRestore the files and delete the prepared data in dataset_cache_directory, "
+      "or make an element depend on its index alone. If you want this change, set allow_config_change=data."
     )
 
   def tokens(self, step: int) -> int:

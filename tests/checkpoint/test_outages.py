@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +31,9 @@ from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.tiers import Tiers
 from trainer.commands import print_error
 from trainer.config import ConfigError, load
+from trainer.drivers.one_controller import OneController
 from trainer.run.attempt import Attempt
+from trainer.run.session import Session
 from trainer.world import SingleWorld
 
 
@@ -451,3 +454,30 @@ def test_a_store_that_is_not_there_is_told_in_one_message(tmp_path, scheme, comm
   assert f"Waiting for {scheme}://bucket" in result.stderr and "Traceback" not in result.stderr
   assert f"{scheme}://bucket" in result.stderr.split("error: ")[1] and "Check the address, the network" in result.stderr
   assert len(result.stderr.splitlines()) <= 8, result.stderr
+
+
+def test_a_full_disk_at_the_beginning_of_the_training_is_a_warning(tmp_path, monkeypatch):
+  session, lines = Session.__new__(Session), []
+  session.log, session.wrote_config = SimpleNamespace(warning=lines.append), False
+  session.config = load(["configs/base.yml", f"base_output_directory={tmp_path}", "run_name=."], check_paths=False)
+  with monkeypatch.context() as patch:
+    patch.setattr(Path, "write_bytes", lambda *_: os.write(os.open("/dev/full", os.O_WRONLY), b"x"))
+    session._write_config()
+  assert not session.wrote_config and "No space left" in lines[0] and "Training goes on" in lines[0]
+  session._write_config()
+  assert session.wrote_config and "steps: " in (tmp_path / "config.yml").read_text()
+
+
+def test_a_second_attempt_waits_for_the_restore_of_the_first():
+  """Two restores need twice the memory."""
+  release, restored = threading.Event(), []
+
+  def fail():
+    threading.Timer(0.2, release.set).start()
+    raise RuntimeError("does not compile")
+
+  controller = OneController.__new__(OneController)
+  controller._compile, controller._wait = fail, SimpleNamespace(result=lambda task: task.result())
+  with pytest.raises(RuntimeError, match="does not compile"):
+    controller.start(lambda: restored.append(release.wait(10)), lambda start: None)
+  assert restored == [True]

@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from tests.support import toy_state
 
 from trainer.checkpoint import snapshot
-from trainer.checkpoint.arrays import fingerprint, verified_load
+from trainer.checkpoint.arrays import boxes, fingerprint, verified_load
 from trainer.checkpoint.backup import Candidate, restore_newest
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.world import SingleWorld
@@ -254,3 +254,11 @@ def test_a_newer_checkpoint_is_preferred_to_an_older_snapshot(stored, tier):
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
   restored = restore_newest([taken(2), Stored(stored)], target, lambda meta: None, lambda *args: None)
   assert (restored.step, restored.tier) == (max(stored, 2), tier)
+
+
+def test_the_owners_of_all_parts_are_looked_up_once_in_an_attempt(monkeypatch):
+  """For 8 slices of 64 devices this took 0.17 s in each snapshot."""
+  looked_up, owners = [], boxes.owners
+  monkeypatch.setattr(boxes, "owners", lambda name, *of: looked_up.append(name) or owners(name, *of))
+  taken(1, 2)
+  assert len(looked_up) == 4 * len({*looked_up}) > 0  # 4 slices

@@ -253,3 +253,10 @@ joined_processes.join(ClusterSection(), os.environ)
   assert re.search(line, told), told
   assert re.search(r"error: task \d of 2 has waited 2 s for 1 other", ended.stderr) and remedy in ended.stderr
   assert "Traceback" not in ended.stderr and "Check failure" not in ended.stderr
+
+
+def test_a_wait_that_ends_names_the_slices_that_are_not_used_any_more():
+  simulated = make(clock=Clock())
+  simulated.bar([2])
+  with pytest.raises(TimeoutError, match=r"slices \[2\] are not used any more, because they computed wrong sums"):
+    simulated.wait_for(4, timeout=10)

@@ -95,3 +95,8 @@ def test_another_attempt_drops_old_measurements():
   policy.restarted()
   run_steps(policy, 20, step_seconds=2.0, cost=0.0, first=401)
   assert policy.period == 1
+
+
+def test_a_run_may_fail_for_ever():
+  policy = RetryPolicy(max_attempts=10_000, reset_steps=10)
+  assert [policy.failed() for _ in range(2000)][-1] == 60.0

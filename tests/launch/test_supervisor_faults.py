@@ -16,6 +16,7 @@ from tests.support.forked_runs import ENDLESS
 from tests.support.process_runs import ProcessRun
 
 from trainer.cluster.launched import shared_token
+from trainer.launch import launcher_keys
 from worlds import interruptions
 from worlds import workers as workers_lib
 from worlds.agent import Agent
@@ -23,7 +24,7 @@ from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import message
 from worlds.membership.rules import RunRules
-from worlds.place import TOKEN, Place
+from worlds.place import COMMAND, TOKEN, Place
 from worlds.supervisor import Supervisor, Where
 from worlds.workers import MemberProgram, Workers
 
@@ -59,13 +60,13 @@ def test_a_supervisor_that_is_stopped_at_the_start_and_later_loses_no_member(com
 class Ends:
   """Workers of one member with two lanes, whose program is `code`, and the ends that they report."""
 
-  def __init__(self, code: str) -> None:
+  def __init__(self, code: str, run_command: str = "") -> None:
     self.lines: list[str] = []
     self.codes: list[int] = []
     self.ended = threading.Event()
     place = Place(("127.0.0.1:1",), b"t" * 32, 0, lanes=2)
     code = f"import os, signal, sys, time\nlane = os.environ['TRAINER_LANE']\n{code}"
-    program = MemberProgram((sys.executable, "-c"), os.environ)
+    program = MemberProgram((sys.executable, "-c"), os.environ, run_command)
     self.workers = Workers(program, [code], place, [0], ended=self._end, log=self.lines.append)
 
   def _end(self, member: int, code: int) -> None:
@@ -102,6 +103,17 @@ def test_a_member_that_cannot_be_started_has_failed_and_may_start_later():
   ends.workers._command = command
   ends.workers.restart(0, 0.1)
   assert ends.ended.wait(20) and ends.codes == [1, 7]
+  ends.workers.close(0, 0.0)
+
+
+def test_the_members_record_the_command_of_their_launcher(monkeypatch):
+  """A person runs it again. The command of a member cannot be run."""
+  monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "trainer.launch.local", "--slices", "3", "my config.yml"])
+  monkeypatch.delenv(COMMAND, raising=False)
+  wanted = "python -m trainer.launch.local --slices 3 'my config.yml'"
+  ends = Ends(f"sys.exit(7 if os.environ[{COMMAND!r}] == {wanted!r} else 8)", launcher_keys.program().run_command)
+  ends.workers.start()
+  assert ends.ended.wait(20) and ends.codes == [7]
   ends.workers.close(0, 0.0)
 
 

@@ -268,3 +268,20 @@ def test_sigusr2_prints_every_stack_even_during_a_call_into_c_and_the_process_go
   out = process.stdout.read()
   stacks, _, rest = out.partition("done")
   assert "in stuck" in stacks and "in other" in stacks and rest == "\n"
+
+
+def test_a_signal_at_the_exit_of_a_launcher_does_not_change_its_exit_code():
+  """Its members have ended, and the exit code is known."""
+  code = """
+import os, signal
+from worlds import interruptions
+def main():
+  with interruptions.handled(lambda number, frame: None, lambda: None):
+    pass
+  os.kill(os.getpid(), signal.SIGTERM)
+  os.kill(os.getpid(), signal.SIGINT)
+  return 3
+interruptions.run_launcher(main)
+"""
+  done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+  assert (done.returncode, done.stderr) == (3, "")

@@ -57,3 +57,8 @@ def test_a_curve_breaks_where_the_run_stood_still(tmp_path):
   loaded = history.load(str(tmp_path / "a"))
   assert gaps(loaded, loaded.steps) == [30, 70]
   assert gaps(loaded, loaded.evals) == [20, 60]
+
+
+def test_a_smoothed_curve_does_not_end_at_a_single_step():
+  losses = 3.0 + np.random.default_rng(0).normal(scale=0.1, size=(100, 1000))
+  assert np.std([series.smooth(of_run)[-1] for of_run in losses]) < 0.03

@@ -9,9 +9,9 @@ import shlex
 import kubernetes_validate
 import pytest
 import yaml
-from tests.launch.manifest.cases import VALID, one_line, render
+from tests.launch.manifest.cases import COMMON, ELASTIC, VALID, one_line, render
 
-from trainer.config import load
+from trainer.config import ConfigError, load
 from trainer.launch.manifest import hardware
 
 KUBERNETES = "1.34"
@@ -173,3 +173,10 @@ def test_slices_are_those_of_xpk(row):
   found = hardware.resolve(name)
   assert (found.topology, found.machine_type, found.accelerator) == (topology, machine_type, accelerator)
   assert found.hosts == int(hosts)
+
+
+def test_the_remedy_for_too_few_restarts_of_a_slice_is_the_least_that_works():
+  case = f"jobset {COMMON} {ELASTIC} --elastic-slices 1 --max-slice-restarts"
+  with pytest.raises(ConfigError, match=r"Give --max-slice-restarts 9 or more, or elastic_max_retries=9\.$"):
+    render(f"{case} 8".split())
+  assert render(f"{case} 9".split())

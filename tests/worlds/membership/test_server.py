@@ -361,3 +361,15 @@ def test_a_member_that_never_reads_holds_up_nobody(run, monkeypatch):
   assert number > 10 and longest < 1.0
   run.logged("Member 2 does not read its messages")
   deaf.close()
+
+
+def test_a_side_that_asks_thousands_of_times_is_no_error():
+  ours, theirs = socket.socketpair()
+  receiver, sender = wire.Channel(ours, b"key", serves=False), wire.Channel(theirs, b"key", serves=True)
+  theirs.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 22)
+  for _ in range(5000):
+    with contextlib.suppress(BlockingIOError):
+      sender.send(wire.encode(wire._QUESTION))
+  theirs.close()
+  assert receiver.receive() is None
+  ours.close()

@@ -275,7 +275,7 @@ def corpora(tmp_path_factory) -> Path:
   return folder
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=8)
 @given(history=data_histories.histories())
 def test_any_history_gives_the_order_of_the_undisturbed_run(corpora, history):
   data_histories.check_history(corpora, history)

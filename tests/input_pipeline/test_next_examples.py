@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
 import os
@@ -12,6 +13,7 @@ import pytest
 from tests.support.command import last_of_each
 
 from trainer.checkpoint.errors import ConfigMismatch
+from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.run import run_data
 
@@ -89,3 +91,14 @@ def test_examples_that_cannot_be_read_do_not_prevent_a_save(tmp_path):
     meta = opened_data.meta(config, 2)
     assert meta["cursor"]["next_examples"] == ""
     assert "are not compared" in opened_data.resume(2, meta)[0]
+
+
+def test_limits_of_epochs_that_end_before_the_run_are_an_error(tmp_path):
+  write(tmp_path, [f"word {number}" for number in range(30)])
+  source = {"path": f"{tmp_path}/a.jsonl", "grain_file_type": "jsonl", "weight": 1, "epochs": 1}
+  (tmp_path / "mixture.yml").write_text(json.dumps({"a": source}))
+  mixed = ["grain_train_files=", f"grain_train_mixture_config_path={tmp_path}/mixture.yml"]
+  for steps, error in (("steps=15", None), ("steps=20", "steps=20: the sources of the mixture end after step 15")):
+    _, data = opened(tmp_path, *mixed, steps, batch=2)
+    with data as opened_data, pytest.raises(ConfigError, match=error) if error else contextlib.nullcontext():
+      opened_data.resume(0, None)

@@ -35,14 +35,14 @@ def pairs(window: windows.Window, length: int) -> list[tuple[int, int]]:
   return list(zip(example.tokens[counted].tolist(), example.targets[counted].tolist()))
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(sizes=lengths, length=st.integers(1, 24))
 def test_each_pair_of_tokens_is_trained_on_exactly_once(sizes, length):
   found = Counter(pair for window in packed(sizes, length) for pair in pairs(window, length))
   assert found == Counter((a, a + 1) for doc in documents(sizes) for a in doc[:-1].tolist())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(sizes=lengths, length=st.integers(1, 24))
 def test_documents_that_fit_are_whole_and_others_are_cut_at_full_windows(sizes, length):
   pieces = []

@@ -242,13 +242,13 @@ def test_a_billion_examples_are_shuffled_in_constant_memory(tmp_path, monkeypatc
   (tmp_path / "meta.json").write_text(json.dumps(meta))
   monkeypatch.setattr(store, "Records", _Many)
   source = prepared.PreparedSource(tmp_path, name="many", split="train", seed=3, tokenizer=None)
-  first = [int(source.example(index).tokens[0]) for index in range(5000)]
+  first = [int(source.example(index).tokens[0]) for index in range(1000)]
   tracemalloc.start()
-  drawn = [int(source.example(index).tokens[0]) for index in range(count - 5000, count)]  # the end of the epoch
+  drawn = [int(source.example(index).tokens[0]) for index in range(count - 1000, count)]  # the end of the epoch
   peak = tracemalloc.get_traced_memory()[1]
   tracemalloc.stop()
-  assert len({*first, *drawn}) == 10_000
+  assert len({*first, *drawn}) == 2000
   assert peak < 2_000_000
-  # Uniform: the mean of 10,000 draws has a standard deviation of 0.0029 of the range.
-  assert abs(np.mean(first + drawn) / count - 0.5) < 0.012
+  # Uniform: the mean of 2,000 draws has a standard deviation of 0.0065 of the range.
+  assert abs(np.mean(first + drawn) / count - 0.5) < 0.026
   assert [int(source.example(index).tokens[0]) for index in range(count, count + 100)] != first[:100]  # another epoch

@@ -46,7 +46,7 @@ def run(session: Session, view: View, survivors: frozenset[int]) -> Outcome:
       attempt = Attempt(session, view, survivors, stack, _driver)
       start = attempt.driver.start(attempt.restore, attempt.resume)
     if start.stops:
-      attempt.save_restored(start, None)
+      attempt.save(start.step, start.state, None, last=True)
       return Outcome("preempted", start.step)
     session.ready(start.step)
     try:
@@ -55,7 +55,7 @@ def run(session: Session, view: View, survivors: frozenset[int]) -> Outcome:
       step, last = attempt.driver.last_state()
       if last is not None:
         with session.watchdog.during("save"):
-          attempt.save_in_storage(step, last)
+          attempt.backups.save(step, last, session.data.meta(session.config, step), last=True, is_new=False)
       return Outcome("preempted", step)
     if outcome.kind == "complete":
       attempt.completed(outcome.step, state)
@@ -67,7 +67,7 @@ def _driver(attempt: Attempt) -> Driver:
   cluster, shared = attempt.session.cluster, (attempt.session, attempt.view, attempt.program)
   if isinstance(cluster, MultiprocessCluster):
     takes_part = LocalRounds if attempt.config.optimizer.has_local_steps else ManyWorlds
-    return takes_part(*shared, cluster.peers, attempt.tiers)
+    return takes_part(*shared, cluster.peers, attempt.backups)
   return OneController(*shared, attempt.wait)
 
 
@@ -83,18 +83,18 @@ def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
   if not start.evaluated and attempt.evaluation_due(step):
     loss = attempt.make_up_evaluation(state.params, step)
     if loss is None:
-      attempt.save_restored(start, None)
+      attempt.save(step, state, None, last=True)
       return Outcome("preempted", step), state
   attempt.records.restart_clock()
   if attempt.target_reached(step, loss) or step >= steps:
-    attempt.save_restored(start, loss)
+    attempt.save(step, state, loss, last=True)
     return Outcome("complete", step), state
   return _loop(attempt, start)
 
 
 def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
   """Trains from `start`. Returns the outcome and the last state."""
-  driver, records, tiers, elastic = attempt.driver, attempt.records, attempt.tiers, attempt.elastic
+  driver, records, backups, elastic = attempt.driver, attempt.records, attempt.backups, attempt.elastic
   state, step, steps = start.state, start.step, attempt.config.run.steps
   while step < steps:
     computed = functools.partial(jax.block_until_ready, state)
@@ -103,20 +103,24 @@ def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
     before, step = step, attempt.next_step(step)
     try:
       state, metrics = driver.step(state, step)
-    except StopRequested as stopped:
+    except StopRequested as stopped:  # in a round of local steps
       (state,) = stopped.args
-      return attempt.save_stopped(start, before, state), state
+      attempt.session.stop.requested(before)
+      log = attempt.session.log
+      log.line(f"The round of local steps after step {before} stops here: its steps will be done again.")
+      attempt.save(before, state, None, last=True)
+      return Outcome("preempted", before), state
     records.dispatched(step, metrics, state)
     if not driver.runs_ahead:
       records.finish()
 
-    tiers.completed(step)
+    backups.completed(step)
     due = Due(
       last=step == steps and not driver.leaves(),
       stop=attempt.session.stop.requested(step),
       resize=driver.resize_due(step),
       evaluation=attempt.evaluation_due(step),
-      checkpoint=tiers.due(step),
+      checkpoint=backups.due(step),
       snapshot=elastic.snapshot_due(step),
     )
     actions = after_step.decide(due, uses_snapshots=elastic.uses_snapshots)
@@ -132,7 +136,8 @@ def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
       actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)
     if attempt.target_reached(step, loss):
       actions = dataclasses.replace(actions, save="final", end="complete")
-    attempt.save(actions, step, state, loss)
+    if actions.save != "none":
+      attempt.save(step, state, loss, last=actions.save == "final")
     if actions.end in ("preempted", "slice_up"):
       return Outcome(actions.end, step), state
     if actions.end == "complete":

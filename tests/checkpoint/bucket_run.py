@@ -10,15 +10,14 @@ from tests.support import toy_state
 
 from trainer import world as world_lib
 from trainer.checkpoint.persistent import Persistent
-from trainer.checkpoint.tiers import Tiers
 
 CONFIG = {"checkpoint_period": 1, "max_num_checkpoints_to_keep": 3}
 
 
 def save(directory: str, first: str, last: str) -> None:
-  tiers = Tiers(toy_state.config(**CONFIG), directory, world=world_lib.of_jax())
+  tiers = toy_state.backups(toy_state.config(**CONFIG), directory, world=world_lib.of_jax())
   for step in range(int(first), int(last) + 1):
-    tiers.maybe_save(step, toy_state.state(step), {"tokens": step})
+    tiers.save(step, toy_state.state(step), {"tokens": step})
   tiers.close()
 
 
@@ -30,9 +29,9 @@ def die_in_save(directory: str, step: str) -> None:
 
 def restore(directory: str, step: str) -> None:
   recorder = toy_state.Recorder()
-  restored = Tiers(toy_state.config(**CONFIG), directory, log=recorder.log, world=world_lib.of_jax()).restore_newest(
-    toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2))
-  )
+  restored = toy_state.backups(
+    toy_state.config(**CONFIG), directory, recorder=recorder, world=world_lib.of_jax()
+  ).restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2)))
   print("\n".join(recorder.lines))
   assert restored is not None and restored.step == int(step), restored
   toy_state.assert_same_bits(restored.state, toy_state.values(int(step)))

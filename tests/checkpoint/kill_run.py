@@ -18,7 +18,6 @@ import orbax.checkpoint  # noqa: F401 -- imported once, before the fork
 from tests.support import toy_state
 
 from trainer import world as world_lib
-from trainer.checkpoint.tiers import Tiers
 
 
 def train(folder: Path, steps: int) -> None:
@@ -34,12 +33,13 @@ def train(folder: Path, steps: int) -> None:
     local_checkpoint_period=1,
   )
   mesh = toy_state.mesh(2, 4)
-  lines: list[str] = []
-  tiers = Tiers(
+  recorder = toy_state.Recorder()
+  lines = recorder.lines
+  tiers = toy_state.backups(
     cfg,
     str(folder / "run"),
     slices={0: jax.devices()[:4], 1: jax.devices()[4:]},
-    log=lines.append,
+    recorder=recorder,
     world=world_lib.of_jax(),
   )
   start = {"w": np.ones((128, 128), np.float32), "m": np.zeros((128, 128), np.float32), "step": np.int32(0)}
@@ -59,7 +59,7 @@ def train(folder: Path, steps: int) -> None:
       state, loss = compiled(state)
       losses.write(json.dumps({"step": step, "loss": float(loss).hex()}) + "\n")
       losses.flush()
-      tiers.maybe_save(step, state, {"tokens": step}, last=step == steps)
+      tiers.save(step, state, {"tokens": step}, last=step == steps)
   tiers.close()
   np.savez(folder / "final.npz", **{name: np.asarray(x) for name, x in state.items()})
 

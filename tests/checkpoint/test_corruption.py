@@ -11,8 +11,7 @@ from tests.support import toy_state
 from tests.support.seeds import few
 
 from trainer.checkpoint import checksums, emergency
-from trainer.checkpoint.tiers import Tiers
-from trainer.world import SingleWorld
+from trainer.checkpoint.backups import Backups
 
 LOCAL = {"enable_emergency_checkpoint": True, "local_checkpoint_period": 1}
 # Files that a restore reads, and files of Orbax that it does not read. The manifest has checksums of both.
@@ -33,13 +32,13 @@ ID = "0123"  # of the run with local copies
 EMERGENCY = {"index": "*.json", "parts": "*.bin"}
 
 
-def tiers(path: Path, recorder: toy_state.Recorder | None = None, *, local: bool = False) -> Tiers:
+def tiers(path: Path, recorder: toy_state.Recorder | None = None, *, local: bool = False) -> Backups:
   recorder = recorder or toy_state.Recorder()
   cfg = toy_state.config(
     checkpoint_period=1, **(LOCAL | {"local_checkpoint_directory": f"{path}/ram"} if local else {})
   )
   directory, run_id = ("run", ID) if local else (f"{path}/run", None)
-  return Tiers(cfg, directory, log=recorder.log, emit=recorder.emit, world=SingleWorld(), run_id=run_id)
+  return toy_state.backups(cfg, directory, recorder=recorder, run_id=run_id)
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +46,14 @@ def saved(tmp_path_factory):
   """Steps 1 and 2 in both tiers."""
   path = tmp_path_factory.mktemp("saved")
   persistent = tiers(path)
-  local = Tiers(
+  local = toy_state.backups(
     toy_state.config(checkpoint_period=10, **LOCAL, local_checkpoint_directory=f"{path}/ram"),
     "run",
-    world=SingleWorld(),
     run_id=ID,
   )
   for step in (1, 2):
     for t in (persistent, local):
-      assert t.maybe_save(step, toy_state.state(step), {"tokens": step})
+      assert t.save(step, toy_state.state(step), {"tokens": step})
       t.wait()
   return path
 

@@ -16,7 +16,6 @@ from tests.support import toy_state
 from trainer.checkpoint import run_id
 from trainer.checkpoint.emergency import Emergency, folder
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
-from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 RUN = "out/run"
@@ -43,10 +42,7 @@ def tier(path, which=None, recorder=None, **changes):
     config(path, **changes),
     RUN,
     which or slices(),
-    log=recorder.log,
-    emit=recorder.emit,
-    world=SingleWorld(),
-    run_id=ID,
+    recorder.context(run_id=ID),
   )
 
 
@@ -130,9 +126,7 @@ def test_the_same_part_lost_on_all_slices_rejects_the_step(tmp_path):
   damage_part(t, 2, 0, "low")
   damage_part(t, 2, 1, "low")
   recorder = toy_state.Recorder()
-  tiers = Tiers(
-    config(tmp_path), RUN, slices=slices(), log=recorder.log, emit=recorder.emit, world=SingleWorld(), run_id=ID
-  )
+  tiers = toy_state.backups(config(tmp_path), RUN, slices=slices(), recorder=recorder, run_id=ID)
   restored = tiers.restore_newest(toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4)))
   assert (restored.step, restored.tier) == (1, "emergency")
   toy_state.assert_same_bits(restored.state, toy_state.values(1))
@@ -197,7 +191,7 @@ def test_a_state_that_no_slice_holds_in_full_is_refused(tmp_path):
   mesh = toy_state.mesh(2, 4)
   target = {"w": jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("data")))}
   with pytest.raises(ValueError, match=r"w \[8, 8\] is sharded across slices"):
-    Tiers(config(tmp_path), RUN, slices=slices(), world=SingleWorld(), run_id=ID).restore_newest(target)
+    toy_state.backups(config(tmp_path), RUN, slices=slices(), run_id=ID).restore_newest(target)
 
 
 def test_tiers_take_the_newest_of_both(tmp_path):
@@ -205,13 +199,11 @@ def test_tiers_take_the_newest_of_both(tmp_path):
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(2, 4))
 
   def tiers():
-    return Tiers(
-      config(tmp_path, local_checkpoint_period=2, checkpoint_period=3), run, slices=slices(), world=SingleWorld()
-    )
+    return toy_state.backups(config(tmp_path, local_checkpoint_period=2, checkpoint_period=3), run, slices=slices())
 
   t = tiers()
   for step in range(1, 9):
-    saved = t.maybe_save(step, toy_state.state(step), {"tokens": step})
+    saved = t.save(step, toy_state.state(step), {"tokens": step})
     assert saved == (step % 2 == 0 or step % 3 == 0)
   t.close()
   restored = tiers().restore_newest(target)
@@ -235,14 +227,14 @@ def new_tiers(path, recorder=None):
   recorder = recorder or toy_state.Recorder()
   run = str(path / "out" / "run")
   cfg = config(path, checkpoint_period=2)
-  return Tiers(cfg, run, slices=slices(), world=SingleWorld(), log=recorder.log, emit=recorder.emit)
+  return toy_state.backups(cfg, run, slices=slices(), recorder=recorder)
 
 
 def saved_run(path):
   """A run with local copies of steps 1 to 3 and a checkpoint of step 2; returns its id."""
   t = new_tiers(path)
   for step in (1, 2, 3):
-    t.maybe_save(step, toy_state.state(step), {"tokens": step})
+    t.save(step, toy_state.state(step), {"tokens": step})
   t.close()
   return run_id.read(str(path / "out" / "run"))
 
@@ -258,7 +250,7 @@ def test_a_new_run_folder_does_not_continue_from_local_copies_of_the_deleted_one
   assert tiers.restore_newest(target) is None
   (line,) = [line for line in recorder.lines if "earlier run" in line]
   assert line.startswith(f"Local copies of step 3 in {folder(tmp_path / 'ram', str(run))}/{old} are not used")
-  tiers.maybe_save(1, toy_state.state(10), {"tokens": 1})
+  tiers.save(1, toy_state.state(10), {"tokens": 1})
   tiers.close()
   assert new_tiers(tmp_path).restore_newest(target).step == 1
   # The message says how to continue the earlier run:

@@ -25,10 +25,9 @@ from input_pipeline import data_files, documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import retention, run_id, together
-from trainer.checkpoint.backup import Candidate, restore_newest
+from trainer.checkpoint.backup import Candidate
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
-from trainer.checkpoint.tiers import Tiers
 from trainer.commands import print_error
 from trainer.config import ConfigError, load
 from trainer.drivers.one_controller import OneController
@@ -198,22 +197,22 @@ def test_a_save_that_storage_refuses_is_a_warning(bucket):
   recorder = toy_state.Recorder()
   bucket.failing = HttpError(503)
   cfg = toy_state.config(checkpoint_period=1)
-  tiers = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", log=recorder.log)
+  tiers = toy_state.backups(cfg, "gs://bucket/run", run_id="id", recorder=recorder)
   tiers.completed(1)
-  assert not tiers.maybe_save(1, toy_state.state(1), {})
+  assert not tiers.save(1, toy_state.state(1), {})
   assert "step 1 could not be saved" in recorder.lines[-1] and "Training goes on" in recorder.lines[-1]
 
 
 def test_after_a_recovery_in_an_outage_the_training_does_not_wait_for_a_list(bucket, monkeypatch):
   bucket.failing = HttpError(503)
-  monkeypatch.setattr("trainer.checkpoint.tiers._LOOK_SECONDS", 0.1)
+  monkeypatch.setattr("trainer.checkpoint.backups._LOOK_SECONDS", 0.1)
   monkeypatch.setattr(storage, "ANSWER_SECONDS", 60.0)
   cfg, recorder = toy_state.config(checkpoint_period=10), toy_state.Recorder()
-  tiers = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", log=recorder.log)
+  tiers = toy_state.backups(cfg, "gs://bucket/run", run_id="id", recorder=recorder)
   tiers.completed(16)
   assert not tiers.due(16) and not recorder.lines, "a save of step 16 would fail too"
   monkeypatch.setattr(storage, "ANSWER_SECONDS", 0.2)
-  assert not tiers.maybe_save(20, toy_state.state(20), {})
+  assert not tiers.save(20, toy_state.state(20), {})
   assert "The storage cannot tell which checkpoints it has" in recorder.lines[-1]
 
 
@@ -245,22 +244,22 @@ class InStorage(Memory):
 
 
 def restored(*backups):
-  rejected: list[str] = []
-  found = restore_newest(backups, None, lambda meta: None, lambda backup, candidate, reason: rejected.append(reason))
-  assert not rejected
+  recorder = toy_state.Recorder()
+  found = toy_state.restore_newest(backups, None, recorder)
+  assert "checkpoint_rejected" not in recorder.kinds()
   return found
 
 
 def test_a_recovery_from_memory_needs_no_storage(bucket):
   bucket.failing = HttpError(503)
   cfg, recorder = toy_state.config(), toy_state.Recorder()
-  tiers = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", snapshots=Memory(), log=recorder.log)
+  tiers = toy_state.backups(cfg, "gs://bucket/run", run_id="id", snapshots=Memory(), recorder=recorder)
   abstract = toy_state.abstract(toy_state.values(), toy_state.mesh(1, 2))
   assert tiers.restore_newest(abstract, completed=3).step == 3 and not recorder.lines, "no wait for the storage"
   found = tiers.restore_newest(abstract, completed=4)
   assert found.step == 3 and found.tier == "snapshot"
   assert "The persistent backups are left out: gs://bucket/run/checkpoints cannot be listed" in recorder.lines[0]
-  alone = Tiers(cfg, "gs://bucket/run", world=SingleWorld(), run_id="id", log=recorder.log)
+  alone = toy_state.backups(cfg, "gs://bucket/run", run_id="id", recorder=recorder)
   with pytest.raises(CheckpointError, match="cannot be listed"):  # and no fresh state
     alone.restore_newest(abstract)
 
@@ -295,7 +294,7 @@ def test_a_process_that_has_completed_a_step_takes_no_fresh_state():
   attempt = Attempt.__new__(Attempt)
   attempt.session = SimpleNamespace(snapshots=SimpleNamespace(begin_attempt=lambda *args: None))
   attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
-  attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
+  attempt.backups = SimpleNamespace(restore_newest=lambda *args, **options: None)
   attempt.program = SimpleNamespace(state=None)
   attempt.elastic = SimpleNamespace(last_step=7)
   with pytest.raises(CheckpointError, match="step 7 was completed, and no copy of the state is left"):
@@ -318,7 +317,7 @@ def test_a_new_process_says_that_it_begins_again(monkeypatch):
   attempt, lines = Attempt.__new__(Attempt), []
   attempt.config, attempt.program = None, SimpleNamespace(state=None)
   attempt.view, attempt.survivors = SimpleNamespace(slices=(), devices=()), frozenset()
-  attempt.tiers = SimpleNamespace(restore_newest=lambda *args, **options: None)
+  attempt.backups = SimpleNamespace(restore_newest=lambda *args, **options: None)
   attempt.elastic = SimpleNamespace(last_step=0, uses_snapshots=False)
   attempt.session = SimpleNamespace(
     snapshots=SimpleNamespace(begin_attempt=lambda *args: None),

@@ -23,9 +23,9 @@ import trainer
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint
+from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.persistent import Persistent
-from trainer.checkpoint.tiers import Tiers
 from trainer.world import SingleWorld
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def restore(tier, step, abstract):
 @pytest.mark.parametrize("mode, asynchronous", [("auto", True), ("commit_file", False)])
 def test_round_trip(tmp_path, caplog, mode, asynchronous):
   tier = Persistent(
-    str(tmp_path / "c"), toy_state.config(async_checkpointing=asynchronous), atomicity=mode, world=SingleWorld()
+    str(tmp_path / "c"), toy_state.config(async_checkpointing=asynchronous), RunContext(SingleWorld()), atomicity=mode
   )
   assert tier.save(7, toy_state.state(1), {"tokens": 70, "cursor": {"next_example": 5}})
   if asynchronous:
@@ -60,7 +60,7 @@ def test_round_trip(tmp_path, caplog, mode, asynchronous):
 def saved(tmp_path_factory) -> str:
   """A folder with checkpoint 1."""
   folder = str(tmp_path_factory.mktemp("saved") / "c")
-  tier = Persistent(folder, toy_state.config(), world=SingleWorld())
+  tier = Persistent(folder, toy_state.config(), RunContext(SingleWorld()))
   tier.save(1, toy_state.state(1), {})
   tier.wait()
   tier.close()
@@ -69,7 +69,7 @@ def saved(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize(("data", "fsdp"), [(1, 1), (2, 1), (1, 4), (4, 2), (1, 8)])
 def test_restores_onto_other_meshes(saved, data, fsdp):
-  tier = Persistent(saved, toy_state.config(), world=SingleWorld())
+  tier = Persistent(saved, toy_state.config(), RunContext(SingleWorld()))
   want = toy_state.values(1)
   target = toy_state.abstract(want, toy_state.mesh(data, fsdp))
   got = restore(tier, 1, target)
@@ -103,7 +103,7 @@ def test_the_lines_of_the_page_read_a_checkpoint_with_orbax_alone_on_one_device(
 def test_a_hundred_arrays_on_eight_devices_are_saved_with_one_program_of_checksums(tmp_path):
   """A hundred programs of checksums at once could deadlock the devices."""
   values = {f"array {i}": np.full((8, 1 + i % 2), i, np.float32) for i in range(100)}
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), RunContext(SingleWorld()))
   programs = fingerprint._program.cache_info().misses
   tier.save(1, toy_state.place(values, toy_state.mesh(2, 4)), {})
   tier.wait()
@@ -113,7 +113,7 @@ def test_a_hundred_arrays_on_eight_devices_are_saved_with_one_program_of_checksu
 
 
 def test_state_may_be_donated_while_it_is_written(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), RunContext(SingleWorld()))
   state = toy_state.state(3)
   destroy = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
   for step in (1, 2, 3):
@@ -139,7 +139,7 @@ def test_behind_a_proxy_a_save_reads_everything_first(tmp_path):
       raise TimeoutError("slices [1] do not answer")
     return work()
 
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld(), fetch=fetch)
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), RunContext(SingleWorld(), fetch=fetch))
   state = toy_state.state(1)
   with pytest.raises(TimeoutError):
     tier.save(1, state, {})
@@ -156,13 +156,13 @@ def test_behind_a_proxy_a_save_reads_everything_first(tmp_path):
 def test_retention_keeps_newest_multiples_and_best(tmp_path):
   cfg = toy_state.config(max_num_checkpoints_to_keep=2, checkpoint_keep_period=4, checkpoint_keep_best=1)
   state, losses = toy_state.state(), {1: 3.0, 2: 1.0, 3: 2.0, 4: None, 5: 5.0, 6: None, 7: None}
-  tier = Persistent(str(tmp_path / "c"), cfg, world=SingleWorld())
+  tier = Persistent(str(tmp_path / "c"), cfg, RunContext(SingleWorld()))
   for step, loss in losses.items():
     tier.save(step, state, {}, metric=loss)
     if step == 3:  # a resumed run reads the losses back
       tier.wait()
       tier.close()
-      tier = Persistent(str(tmp_path / "c"), cfg, world=SingleWorld())
+      tier = Persistent(str(tmp_path / "c"), cfg, RunContext(SingleWorld()))
   tier.wait()
   assert tier.steps() == [2, 4, 6, 7]
   assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["2", "4", "6", "7"]
@@ -173,7 +173,7 @@ def test_retention_keeps_newest_multiples_and_best(tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("value", [np.nan, -np.inf])
 def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), atomicity=mode, world=SingleWorld())
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), RunContext(SingleWorld()), atomicity=mode)
   tier.save(1, toy_state.state(), {})
   state = toy_state.state(2)
   state["opt_state"][0]["nu"]["embedding"] = state["opt_state"][0]["nu"]["embedding"].at[3, 1].set(value)
@@ -189,7 +189,7 @@ def test_a_state_that_is_not_finite_is_never_committed(tmp_path, mode, value):
 
 
 def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
-  tier = Persistent(str(tmp_path / "c"), toy_state.config(), world=SingleWorld())
+  tier = Persistent(str(tmp_path / "c"), toy_state.config(), RunContext(SingleWorld()))
   tier.save(1, toy_state.state(), {})
   tier.wait()
   wide = toy_state.values()
@@ -211,7 +211,7 @@ def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
 def test_a_run_folder_that_was_moved_away_fails_the_save_and_is_not_made_again(tmp_path, replaced):
   run = tmp_path / "base" / "run"
   tier = Persistent(
-    str(run / "checkpoints"), toy_state.config(), world=SingleWorld(), run_id=run_id.establish(str(run), SingleWorld())
+    str(run / "checkpoints"), toy_state.config(), RunContext(SingleWorld(), run_id.establish(str(run), SingleWorld()))
   )
   tier.save(1, toy_state.state(1), {})
   tier.wait()
@@ -241,9 +241,9 @@ def test_a_deletion_that_is_killed_anywhere_is_completed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
       for name in ("unlink", "remove", "rmdir"):
         patch.setattr(os, name, functools.partial(until_killed, getattr(os, name)))
-      assert Persistent(str(root), toy_state.config(), world=SingleWorld())._delete("20")
+      assert Persistent(str(root), toy_state.config(), RunContext(SingleWorld()))._delete("20")
       break  # nothing was left to kill
-    after = Persistent(str(root), toy_state.config(), world=SingleWorld())
+    after = Persistent(str(root), toy_state.config(), RunContext(SingleWorld()))
     assert after.steps() == [] and after.unfinished() == {} and os.listdir(root) == []
   assert 5 < calls < 99
 
@@ -271,7 +271,9 @@ def test_storage_that_fails_for_one_process_is_an_error_on_both(tmp_path, method
     raise StorageError("read", "gs://b/x", OSError("503"))
 
   values, barrier = [None, None], threading.Barrier(2)
-  tiers = [Persistent(str(tmp_path), toy_state.config(), world=OneOfTwo(rank, values, barrier)) for rank in (0, 1)]
+  tiers = [
+    Persistent(str(tmp_path), toy_state.config(), RunContext(OneOfTwo(rank, values, barrier))) for rank in (0, 1)
+  ]
   for tier in tiers:
     tier._committed, tier.verify = lambda name: True, lambda *args: {}
   setattr(tiers[failing], method, failure)
@@ -293,7 +295,7 @@ def test_two_processes_that_list_different_checkpoints_make_up_the_same_save(tmp
 
   values, barrier = [None, None], threading.Barrier(2)
   cfg = toy_state.config(checkpoint_period=2)
-  tiers = [Tiers(cfg, str(tmp_path), world=OneOfTwo(rank, values, barrier), run_id="x") for rank in (0, 1)]
+  tiers = [toy_state.backups(cfg, str(tmp_path), world=OneOfTwo(rank, values, barrier), run_id="x") for rank in (0, 1)]
   for tier, found in zip(tiers, listed):
     tier._persistent.steps = lambda found=found: steps(found)
   with ThreadPoolExecutor(2) as pool:

@@ -7,6 +7,7 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint import ramdisk_size
+from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.emergency import Emergency
 from trainer.world import SingleWorld
 
@@ -20,7 +21,7 @@ def test_exact_values_are_written(tmp_path):
     enable_emergency_checkpoint=True, local_checkpoint_directory=str(tmp_path), local_checkpoint_period=1
   )
   slices = {0: jax.devices()[:4], 1: jax.devices()[4:]}
-  tier = Emergency(cfg, "run", slices, world=SingleWorld(), run_id="0123")
+  tier = Emergency(cfg, "run", slices, RunContext(SingleWorld(), "0123"))
   for step in (1, 2, 3):
     tier.save(step, toy_state.state(step), {})
   tier.wait()

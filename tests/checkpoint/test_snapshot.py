@@ -14,7 +14,7 @@ from tests.support import toy_state
 
 from trainer.checkpoint import snapshot
 from trainer.checkpoint.arrays import boxes, fingerprint, verified_load
-from trainer.checkpoint.backup import Candidate, restore_newest
+from trainer.checkpoint.backup import Candidate
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.world import SingleWorld
 
@@ -39,8 +39,8 @@ def taken(*steps, recorder=None):
   return s
 
 
-def restore(s, target, rejected=lambda backup, candidate, reason: None):
-  return restore_newest([s], target, lambda meta: None, rejected)
+def restore(s, target, recorder=None):
+  return toy_state.restore_newest([s], target, recorder)
 
 
 def newest(s):
@@ -147,14 +147,12 @@ def test_a_copy_damaged_in_memory_is_skipped():
   s = taken(3, recorder=recorder)
   copies = s._whole.copies[0]
   copies["low"] = broken_replica(copies["low"], jax.devices()[0])
-  reasons = []
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
-  restored = restore(s, target, lambda backup, candidate, reason: reasons.append((candidate, reason)))
+  restored = restore(s, target, recorder)
   assert restored.path == "memory of slice 1"
   toy_state.assert_same_bits(restored.state, toy_state.values(3))
-  ((candidate, reason),) = reasons
-  assert s.path(candidate) == "memory of slice 0"
-  assert "low does not have the fingerprint" in reason
+  (rejected,) = (line for line in recorder.lines if "is not used" in line)
+  assert "(snapshot, memory of slice 0)" in rejected and "low does not have the fingerprint" in rejected
 
 
 def test_a_copy_that_cannot_be_read_is_skipped_and_kept(monkeypatch):
@@ -252,7 +250,7 @@ class Stored:
 @pytest.mark.parametrize("stored, tier", [(1, "snapshot"), (2, "snapshot"), (3, "persistent")])
 def test_a_newer_checkpoint_is_preferred_to_an_older_snapshot(stored, tier):
   target = toy_state.abstract(toy_state.values(), toy_state.mesh(4, 2))
-  restored = restore_newest([taken(2), Stored(stored)], target, lambda meta: None, lambda *args: None)
+  restored = toy_state.restore_newest([taken(2), Stored(stored)], target)
   assert (restored.step, restored.tier) == (max(stored, 2), tier)
 
 

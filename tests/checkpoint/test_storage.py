@@ -10,8 +10,6 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint.errors import SaveFailed
-from trainer.checkpoint.tiers import Tiers
-from trainer.world import SingleWorld
 
 MIB = 1 << 20
 
@@ -49,7 +47,7 @@ def state(step: int):
 def make(path, **changes):
   recorder = toy_state.Recorder()
   cfg = toy_state.config(checkpoint_period=1, **changes)
-  return Tiers(cfg, str(path / "run"), world=SingleWorld(), log=recorder.log), recorder.lines
+  return toy_state.backups(cfg, str(path / "run"), recorder=recorder), recorder.lines
 
 
 def assert_restores(path, step, **changes):
@@ -67,7 +65,7 @@ def save_until_it_fails(tiers, lines, first: int, last: int) -> int:
   """The first step at which the storage failed. That is one line, and the next save is tried."""
   for step in range(first, last + 1):
     before = len(warnings(lines))
-    tiers.maybe_save(step, state(step), {})
+    tiers.save(step, state(step), {})
     tiers.wait()
     if new := warnings(lines)[before:]:
       assert len(new) == 1 and f"step {step} could not be saved in" in new[0] and "Training goes on" in new[0]
@@ -85,10 +83,10 @@ def test_persistent_disk_full(disk, asynchronous):
   failed = save_until_it_fails(tiers, lines, 1, 6)
   assert failed in (4, 5)
   with pytest.raises(SaveFailed, match=f"step {failed + 1} could not be saved"):
-    tiers.maybe_save(failed + 1, state(failed + 1), {}, last=True)
+    tiers.save(failed + 1, state(failed + 1), {}, last=True)
   remount(path, f"size={20 * MIB}")
   assert_restores(path, failed - 1)
-  tiers.maybe_save(failed, state(failed), {})
+  tiers.save(failed, state(failed), {})
   tiers.close()
   assert_restores(path, failed)
 
@@ -96,7 +94,7 @@ def test_persistent_disk_full(disk, asynchronous):
 def test_persistent_becomes_read_only(disk):
   path = disk(20 * MIB)
   tiers, lines = make(path)
-  tiers.maybe_save(1, state(1), {})
+  tiers.save(1, state(1), {})
   tiers.wait()
   remount(path, "ro")
   assert save_until_it_fails(tiers, lines, 2, 2) == 2
@@ -113,7 +111,7 @@ def emergency(path, run=None):
     local_checkpoint_period=1,
     checkpoint_period=1000,
   )
-  return Tiers(cfg, str(run or path / "run"), world=SingleWorld(), log=recorder.log), recorder.lines
+  return toy_state.backups(cfg, str(run or path / "run"), recorder=recorder), recorder.lines
 
 
 def test_ramdisk_full(disk):
@@ -131,7 +129,7 @@ def test_a_last_state_that_storage_refuses_goes_to_the_ramdisk(disk, tmp_path):
   tiers, _ = emergency(tmp_path, run=path / "run")
   remount(path, "ro")
   with pytest.raises(SaveFailed):
-    tiers.maybe_save(7, state(7), {}, last=True)
+    tiers.save(7, state(7), {}, last=True)
   remount(path, "rw")
   target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0))
   restored = emergency(tmp_path, run=path / "run")[0].restore_newest(target)

@@ -10,10 +10,8 @@ from tests.support.seeds import few
 
 from trainer import config
 from trainer.checkpoint.arrays import state_tree
-from trainer.checkpoint.tiers import Tiers
 from trainer.config import resume
 from trainer.program import program
-from trainer.world import SingleWorld
 
 TINY = (
   "configs/base.yml run_name=t dataset_type=synthetic base_emb_dim=16 base_num_decoder_layers=2 "
@@ -47,12 +45,10 @@ def numbered(state):
 )
 def test_every_array_is_restored_on_other_devices(tmp_path, opt_type, scan):
   state = numbered(build(opt_type, scan, 4).state)
-  tiers = Tiers(toy_state.config(checkpoint_period=1), str(tmp_path), world=SingleWorld())
-  tiers.maybe_save(1, state, {})
+  tiers = toy_state.backups(toy_state.config(checkpoint_period=1), str(tmp_path))
+  tiers.save(1, state, {})
   tiers.close()
-  restored = Tiers(toy_state.config(), str(tmp_path), world=SingleWorld()).restore_newest(
-    build(opt_type, scan, 2).state
-  )
+  restored = toy_state.backups(toy_state.config(), str(tmp_path)).restore_newest(build(opt_type, scan, 2).state)
   toy_state.assert_same_bits(restored.state, state)
 
 

@@ -20,8 +20,8 @@ from input_pipeline.options import DataOptions
 from input_pipeline.tally import Tally
 from trainer import world as world_lib
 from trainer.checkpoint import emergency, run_id
+from trainer.checkpoint.backups import Backups
 from trainer.checkpoint.errors import NonFiniteState
-from trainer.checkpoint.tiers import Tiers
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.process.stop import Stop
 from trainer.program.feed import Feed
@@ -45,7 +45,7 @@ def host(path: Path, index: int | None = None) -> Path:
   return path / f"host{jax.process_index() if index is None else index}"
 
 
-def tiers(path: Path, recorder: toy_state.Recorder | None = None, **changes) -> Tiers:
+def tiers(path: Path, recorder: toy_state.Recorder | None = None, **changes) -> Backups:
   recorder = recorder or toy_state.Recorder()
   cfg = toy_state.config(
     **{
@@ -56,7 +56,7 @@ def tiers(path: Path, recorder: toy_state.Recorder | None = None, **changes) -> 
     }
     | changes
   )
-  return Tiers(cfg, str(path / "run"), slices=slices(), log=recorder.log, emit=recorder.emit, world=world_lib.of_jax())
+  return toy_state.backups(cfg, str(path / "run"), slices=slices(), recorder=recorder, world=world_lib.of_jax())
 
 
 def expect(path: Path, step: int, tier: str, **changes) -> toy_state.Recorder:
@@ -92,7 +92,7 @@ def losses(path: Path) -> None:
   """Saves up to step 3 (persistent: 2), then every kind of loss of local copies."""
   t = tiers(path)
   for step in (1, 2, 3):
-    assert t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
+    assert t.save(step, toy_state.state(step, mesh()), {"tokens": step})
   t.close()
   shutil.copytree(host(path), path / f"copy{jax.process_index()}")
   expect(path, 3, "emergency")
@@ -135,10 +135,10 @@ def persistent(path: Path) -> None:
   only = {"enable_emergency_checkpoint": False}
   t = tiers(path, **only)
   for step in (2, 4, 6):
-    t.maybe_save(step, toy_state.state(step, mesh()), {"tokens": step})
+    t.save(step, toy_state.state(step, mesh()), {"tokens": step})
   bad = toy_state.state(8, mesh())
   bad["low"] = jax.jit(lambda x: x.at[0].set(np.inf))(bad["low"])
-  t.maybe_save(8, bad, {"tokens": 8})
+  t.save(8, bad, {"tokens": 8})
   try:
     t.wait()
     raise AssertionError("the infinite state was saved")
@@ -166,7 +166,7 @@ def count_bytes(path: Path) -> None:
   for single in (False, True):
     run = path / str(single)
     t = tiers(run, enable_emergency_checkpoint=False, enable_single_replica_ckpt_restoring=single)
-    t.maybe_save(2, big_state(2), {})
+    t.save(2, big_state(2), {})
     t.close()
     meta = t._persistent.verify(2)
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), big_state(2))
@@ -187,7 +187,7 @@ def preempted(path: Path, stop: Stop) -> None:
     jax.block_until_ready(state)
     print(f"step {step}", flush=True)
     if stop.requested(step):
-      t.maybe_save(step, state, {"tokens": step}, last=True)
+      t.save(step, state, {"tokens": step}, last=True)
       t.close()
       restored = tiers(path, enable_emergency_checkpoint=False).restore_newest(
         toy_state.abstract(toy_state.values(), mesh())

@@ -12,6 +12,7 @@ import numpy as np
 import safetensors.numpy
 
 from trainer.checkpoint.arrays import state_tree
+from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.schema import CheckpointSection, Config, ModelSection
 from trainer.models.decoder import DecoderFunctions, Params
@@ -206,7 +207,9 @@ def read_folder(folder: Path) -> dict[str, np.ndarray]:
 
 def write_run(run: Path, config: Config, params: Params, step: int = 5) -> None:
   """A run with a checkpoint of `params`, and the configuration that a run leaves."""
-  persistent = Persistent(str(run / "checkpoints"), CheckpointSection(async_checkpointing=False), world=SINGLE_WORLD)
+  persistent = Persistent(
+    str(run / "checkpoints"), CheckpointSection(async_checkpointing=False), RunContext(SINGLE_WORLD)
+  )
   meta = {"tokens": 0, "cursor": {}, "config": config.flat(), "identity": {}}
   persistent.save(step, {"params": params, "opt_state": {"mu": params}, "step": jnp.int32(step)}, meta)
   persistent.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from trainer.checkpoint import run_id as run_id_lib
+from trainer.checkpoint.backup import RunContext
+from trainer.checkpoint.backups import Backups
 from trainer.config.schema import CheckpointSection
+from trainer.world import SINGLE_WORLD, World
 
 LAYERS = 3
 
@@ -98,8 +103,36 @@ class Recorder:
   def emit(self, kind: str, **fields: Any) -> None:
     self.events.append((kind, fields))
 
+  def context(self, world: World = SINGLE_WORLD, run_id: str = "", fetch: Any = None) -> RunContext:
+    return RunContext(world, run_id, fetch, self.log, self.log, self.emit)
+
   def kinds(self) -> list[str]:
     return [kind for kind, _ in self.events]
+
+
+def backups(
+  cfg: CheckpointSection,
+  run_directory: str,
+  recorder: Recorder | None = None,
+  *,
+  world: World = SINGLE_WORLD,
+  run_id: str | None = None,
+  slices: Mapping[int, Sequence[jax.Device]] | None = None,
+  snapshots: Any = None,
+) -> Backups:
+  """The backups of a run. run_id: default: the id is read from the run's folder, or created there."""
+  if run_id is None:
+    run_id = run_id_lib.establish(run_directory, world)
+  context = (recorder or Recorder()).context(world, run_id)
+  return Backups(cfg, run_directory, context, slices, snapshots)
+
+
+def restore_newest(tiers: Sequence[Any], abstract: Any, recorder: Recorder | None = None) -> Any:
+  """The newest good state of these tiers, the fastest first."""
+  recorder = recorder or Recorder()
+  backups = Backups(config(enable_checkpointing=False), "run", recorder.context())
+  backups._tiers = list(tiers)
+  return backups.restore_newest(abstract)
 
 
 def bytes_read() -> int:

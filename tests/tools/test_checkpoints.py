@@ -9,9 +9,7 @@ from tests.support import fake_run, toy_state
 
 from input_pipeline.locks import FolderLock
 from trainer.checkpoint import emergency
-from trainer.checkpoint.tiers import Tiers
 from trainer.tools import checkpoints
-from trainer.world import SingleWorld
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +23,13 @@ def folder(tmp_path_factory):
     records.step(step)
   records.close()
   cfg = toy_state.config(checkpoint_period=2, local_checkpoint_period=4, max_num_checkpoints_to_keep=9, **config)
-  tiers = Tiers(cfg, str(run), world=SingleWorld())
+  tiers = toy_state.backups(cfg, str(run))
   for step in range(1, 9):
-    tiers.maybe_save(step, toy_state.state(step), {})
+    tiers.save(step, toy_state.state(step), {})
   tiers.close()
   root = run / "checkpoints"
   (root / "8" / "meta.json").unlink()
-  tiers.save_in_storage(8, toy_state.state(8), {})
+  tiers.save(8, toy_state.state(8), {}, last=True, is_new=False)
   (root / "8" / "commit_success.txt").unlink()
   (root / "4" / "meta.json").write_text("damaged")
   (root / "9.orbax-checkpoint-tmp").mkdir()

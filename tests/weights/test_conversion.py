@@ -16,6 +16,7 @@ import safetensors.numpy
 from tests.support import hf_folders
 from tests.support.seeds import few
 
+from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.persistent import Persistent
 from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection, Config
@@ -234,7 +235,7 @@ def two_steps(folder):
   cfg = hf_folders.model("qwen3", base_num_decoder_layers=1)
   for step in (1, 2):
     hf_folders.write_run(folder, Config.model_validate({"model": cfg}), hf_folders.random_params(cfg, step), step)
-  retention = Persistent(str(folder / "checkpoints"), CheckpointSection(), world=SINGLE_WORLD)
+  retention = Persistent(str(folder / "checkpoints"), CheckpointSection(), RunContext(SINGLE_WORLD))
   return cfg, lambda: retention._delete("1")
 
 

@@ -1,1 +1,1 @@
-"""Checkpoints of pytrees of jax.Arrays in three tiers. Start reading at tiers.py."""
+"""Checkpoints of pytrees of jax.Arrays in three tiers. Start reading at backups.py."""

@@ -28,16 +28,14 @@ from jax import Device
 from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, host_copy, state_tree, verified_load
 from trainer.checkpoint.arrays.boxes import Box
-from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
+from trainer.checkpoint.backup import Accept, Candidate, RunContext, committed
 from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, box_of, folder, identity
 from trainer.checkpoint.together import together
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.schema import CheckpointSection
-from trainer.world import World
 
 ALIGNMENT = 64  # bytes: parts can be viewed as any type in place
 COPIES = 2  # of each slice that are kept: while one is written, the one before it is whole
@@ -53,23 +51,16 @@ class Emergency:
     cfg: CheckpointSection,
     run_directory: str,
     slices: Mapping[int, Sequence[Device]],
-    *,
-    world: World,
-    run_id: str,
-    fetch: Fetch | None = None,
-    log: LogLine = lambda line: None,
-    emit: Emit = lambda kind, **fields: None,
+    run: RunContext,
   ) -> None:
-    """slices: {id: devices} of the living slices. fetch: see host_copy; for devices behind a proxy.
-
-    Raises ConfigError if the tier cannot write there."""
+    """slices: {id: devices} of the living slices. Raises ConfigError if the tier cannot write there."""
     require(rules.emergency_tier(cfg))
-    self._cfg, self._run, self._run_id = cfg, identity(run_directory), run_id
-    self._log, self._emit = log, emit
+    self._cfg, self._run, self._run_id = cfg, identity(run_directory), run.run_id
+    self._log, self._emit = run.log, run.emit
     self._slices = {i: tuple(devices) for i, devices in slices.items()}
-    self._world, self._fetch = world, fetch
-    self.root = folder(cfg.local_checkpoint_directory, run_directory) / run_id
-    self._copies = LocalCopies(self.root, run_id)
+    self._world, self._fetch = run.world, run.fetch
+    self.root = folder(cfg.local_checkpoint_directory, run_directory) / run.run_id
+    self._copies = LocalCopies(self.root, run.run_id)
     self._background = Background("emergency-checkpoint")
     self._failed = 0  # the step of the last save, if it failed on this process
     self._probe()

@@ -21,16 +21,14 @@ from input_pipeline import storage
 from trainer.checkpoint import background, retention, s3, step_folders
 from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
-from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine, committed
+from trainer.checkpoint.backup import Accept, Candidate, RunContext, committed
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
 from trainer.checkpoint.step_folders import UNFINISHED, StepFolders
 from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection
 from trainer.process import runtime_errors
-from trainer.world import World
 
 _PATIENCE_SECONDS = 15.0  # for a store that does not answer while the training waits: the next save tries again
 
@@ -59,22 +57,14 @@ class Persistent(StepFolders):
     self,
     directory: str,
     cfg: CheckpointSection,
+    run: RunContext,
     *,
-    world: World,
-    run_id: str = "",
-    fetch: Fetch | None = None,
-    log: LogLine = lambda line: None,
-    emit: Emit = lambda kind, **fields: None,
     atomicity: Literal["auto", "commit_file"] = "auto",
   ) -> None:
-    """run_id: of the folder above `directory`, checked at every save; "": not checked. fetch: see host_copy; for
-    devices behind a proxy.
-
-    atomicity="commit_file" makes a local directory behave as an object store does.
-    """
-    super().__init__(directory, world, log)
-    self._run_id = run_id
-    self._cfg, self._emit, self._atomicity, self._fetch = cfg, emit, atomicity, fetch
+    """atomicity="commit_file" makes a local directory behave as an object store does."""
+    super().__init__(directory, run.world, run.log)
+    self._run_id, self._emit, self._fetch = run.run_id, run.emit, run.fetch
+    self._cfg, self._atomicity = cfg, atomicity
     self._writer: Any = None
     self._background = Background("persistent-checkpoint")
     self._save: _Save | None = None

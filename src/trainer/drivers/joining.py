@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from trainer.checkpoint import state_transfer
-from trainer.checkpoint.tiers import Tiers
+from trainer.checkpoint.backups import Backups
 from trainer.program.state import TrainState
 from trainer.run.driver import Start
 from trainer.run.session import Session
@@ -17,13 +17,13 @@ from worlds.exchange import PeerLost
 from worlds.peers import Peers
 
 
-def join(session: Session, peers: Peers, abstract: TrainState, tiers: Tiers, restore: Callable[[], Start]) -> Start:
+def join(session: Session, peers: Peers, abstract: TrainState, backups: Backups, restore: Callable[[], Start]) -> Start:
   """The state that the run starts from, or that members which are ahead send to this one. Call it when this member can
   compute. restore(): the newest good state, or a fresh one; called if this member leads. Raises RunEnded,
   SupervisorLost, and ConfigError if this member has other data."""
   membership, led = peers.membership, None
   begin = time.monotonic()
-  membership.send("ready", newest=tiers.newest(), holds=False)
+  membership.send("ready", newest=backups.newest(), holds=False)
   while True:
     message = membership.next()
     assert message is not None
@@ -33,7 +33,7 @@ def join(session: Session, peers: Peers, abstract: TrainState, tiers: Tiers, res
         led = restore()
         membership.send("restored", epoch=message["epoch"], step=led.step)
     elif message["kind"] == "regather":
-      membership.send("ready", newest=tiers.newest(), holds=False)
+      membership.send("ready", newest=backups.newest(), holds=False)
     else:
       peers.handle(message)
     if message["kind"] != "world":

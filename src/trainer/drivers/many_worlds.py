@@ -20,7 +20,7 @@ from input_pipeline.prefetch import Prefetcher
 from input_pipeline.tally import Tally
 from trainer.checkpoint import state_transfer
 from trainer.checkpoint.arrays.state_tree import flatten
-from trainer.checkpoint.tiers import Tiers
+from trainer.checkpoint.backups import Backups
 from trainer.cluster import View, multiprocess
 from trainer.drivers import joining
 from trainer.drivers.compared_share import ComparedShare
@@ -51,11 +51,11 @@ class ManyWorlds:
   runs_ahead = False
   coordination_errors: tuple[type[Exception], ...] = (SupervisorLost,)
 
-  def __init__(self, session: Session, view: View, program: Program, peers: Peers, tiers: Tiers) -> None:
+  def __init__(self, session: Session, view: View, program: Program, peers: Peers, backups: Backups) -> None:
     """view, program: of this process's slice, for one share of the batch."""
     config = session.config
     self._config, self._session, self._elastic = config, session, session.elastic
-    self._view, self._program, self._peers, self._tiers = view, program, peers, tiers
+    self._view, self._program, self._peers, self._backups = view, program, peers, backups
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._period = config.elastic.witness_period
@@ -82,7 +82,7 @@ class ManyWorlds:
       hosts = dict.fromkeys(self._session.cluster.world.gather(environment.host()))
       where = f"host {', '.join([*hosts, *map(str, devices)])}"
       self._peers.membership.send("device", where=where, numerics=numerics)
-    start = joining.join(self._session, self._peers, self._program.state, self._tiers, restore)
+    start = joining.join(self._session, self._peers, self._program.state, self._backups, restore)
     resume(start)
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._schedule_values = self._program.schedule.placed(self._program.mesh)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from trainer import world as world_lib
+from trainer.checkpoint.backup import RunContext
+from trainer.checkpoint.backups import Backups
 from trainer.checkpoint.errors import CheckpointError
-from trainer.checkpoint.tiers import Tiers
 from trainer.cluster import View
 from trainer.config.mixture import EVAL_DATA
-from trainer.elastic.elastic_run import Outcome
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler
@@ -25,7 +25,6 @@ from trainer.process.stop import StopRequested
 from trainer.program import local_steps, optimizers
 from trainer.program.program import Program
 from trainer.program.state import TrainState
-from trainer.run.after_step import Actions
 from trainer.run.driver import Driver, Start
 from trainer.run.plugins import Completed
 from trainer.run.session import Session
@@ -60,20 +59,18 @@ class Attempt:
         call()
 
     self.wait = session.elastic.waits_on(view, session.watchdog.late_after, lambda: session.stop.noticed)
-    self.tiers = Tiers(
-      config.checkpoint,
-      config.run_directory,
-      world=cluster.world,
-      run_id=session.run_id,
-      slices=cluster.copied(view),
-      snapshots=session.snapshots,
-      saves_in_storage=cluster.saves_in_storage,
-      fetch=self.wait.call if cluster.is_behind_proxy else None,
+    run = RunContext(
+      cluster.world,
+      session.run_id,
+      self.wait.call if cluster.is_behind_proxy else None,
       log=session.log.line,
       warn=session.log.warning,
       emit=session.events.emit,
     )
-    stack.callback(close, self.tiers.close)
+    self.backups = Backups(
+      config.checkpoint, config.run_directory, run, cluster.copied(view), session.snapshots, cluster.saves_in_storage
+    )
+    stack.callback(close, self.backups.close)
     self.program = session.programs.program(view)
     self.driver = make_driver(self)
     stack.callback(close, self.driver.close)
@@ -88,7 +85,7 @@ class Attempt:
     session, begin = self.session, time.monotonic()
     session.snapshots.begin_attempt(dict(zip(self.view.slices, self.view.devices)), self.survivors)
     completed = self.elastic.last_step
-    if (saved := self.tiers.restore_newest(self.program.state, self._accept, completed=completed)) is not None:
+    if (saved := self.backups.restore_newest(self.program.state, self._accept, completed=completed)) is not None:
       state, step, tier, meta = saved.state, saved.step, saved.tier, saved.meta
     elif completed:
       raise CheckpointError(
@@ -121,7 +118,8 @@ class Attempt:
       session.log.line(f"warning: {rise}")
 
   def resume(self, start: Start) -> None:
-    """Sets the elastic loop and the data to the restored state."""
+    """Sets the elastic loop and the data to the state that the attempt starts from."""
+    self.start = start
     self.elastic.restored(start.step, start.tier, start.seconds)
     for line in self.session.data.resume(start.step, start.meta):
       self.session.log.line(line)
@@ -145,56 +143,30 @@ class Attempt:
     if self.session.snapshots.busy:
       self.wait.call(self.session.snapshots.wait, "the last snapshot")
 
-  def save(self, actions: Actions, step: int, state: TrainState, loss: float | None) -> None:
-    """Saves what is due. loss: of the evaluation of this state, if it was evaluated."""
-    session, tiers = self.session, self.tiers
-    final = actions.save == "final"
-    if final:
+  def save(self, step: int, state: TrainState, loss: float | None, *, last: bool) -> None:
+    """Saves what is due after `step`. last: no step follows in this process; returns when the state is committed in
+    storage, by this member or by the member that saves there. loss: of the evaluation of this state, if it was
+    evaluated."""
+    session, backups, is_new = self.session, self.backups, step != self.start.step
+    if last:
       self.elastic.recovered(self.driver.alive)
+    if not is_new and self.start.tier in ("none", "persistent"):
+      return
+    # An earlier process may have ended before it had committed the state that was restored.
     with session.watchdog.during("save"), self.elastic.recovery.paused():  # includes waiting for the save before it
-      if final or tiers.due_persistent(step):
+      if last or backups.due_persistent(step):
         # A run that resumes from this checkpoint never writes these steps again.
-        session.metrics.flush(wait=not final)
+        session.metrics.flush(wait=not last)
       # Do not save while updates are skipped: retention would delete good checkpoints.
-      if not final and (actions.save != "due" or self.records.skipped):
+      if not last and self.records.skipped:
         return
       begun = functools.partial(self.elastic.inject_faults, "save", step)
-      tiers.maybe_save(step, state, session.data.meta(self.config, step), last=final, metric=loss, begun=begun)
-      if final:
-        self._commit_last(step, state, loss)
-
-  def save_stopped(self, start: Start, step: int, state: TrainState) -> Outcome:
-    """The process must end in a round of local steps: saves the state of `step`, with which the round began."""
-    self.session.stop.requested(step)
-    self.session.log.line(f"The round of local steps after step {step} stops here: its steps will be done again.")
-    if step == start.step:
-      self.save_restored(dataclasses.replace(start, state=state), None)
-    else:
-      self.save(Actions(save="final"), step, state, None)
-    return Outcome("preempted", step)
-
-  def save_restored(self, start: Start, loss: float | None) -> None:
-    """Commits the restored state, if no step follows: an earlier process may have ended before it had committed it."""
-    self.elastic.recovered(self.driver.alive)
-    if start.tier in ("none", "persistent"):
-      return
-    with self.session.watchdog.during("save"):
-      begun = functools.partial(self.elastic.inject_faults, "save", start.step)
-      self.save_in_storage(start.step, start.state, loss, begun)
-      self._commit_last(start.step, start.state, loss)
-
-  def save_in_storage(
-    self, step: int, state: TrainState, loss: float | None = None, begun: Callable[[], object] = lambda: None
-  ) -> bool:
-    """Commits a checkpoint in the persistent tier only, see `Tiers.save_in_storage`. Returns whether it saved."""
-    meta = self.session.data.meta(self.config, step)
-    return self.tiers.save_in_storage(step, state, meta, metric=loss, begun=begun)
-
-  def _commit_last(self, step: int, state: TrainState, loss: float | None) -> None:
-    """Waits until the last save of the process is committed, by this member or by the member that saves in storage."""
-    self.tiers.wait()
-    if self.driver.must_save():
-      self.save_in_storage(step, state, loss)
+      save = functools.partial(backups.save, step, state, session.data.meta(self.config, step), metric=loss, last=last)
+      save(is_new=is_new, begun=begun)
+      if last:
+        backups.wait()
+        if self.driver.must_save():
+          save(is_new=False)
 
   def completed(self, step: int, state: TrainState) -> None:
     """Plug-ins use the state of the last step. The run stays complete if the process must end before they are done."""

@@ -18,6 +18,7 @@ from input_pipeline.options import DataOptions
 from input_pipeline.places import Place
 from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import verified_load
+from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.together import together
@@ -185,7 +186,7 @@ def copy_tokenizer(source: Place, target: Place) -> None:
 
 
 def _of_run(directory: str, named: int | None, world: World) -> WeightSource:
-  persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), world=world)
+  persistent = Persistent(f"{directory}/checkpoints", CheckpointSection(), RunContext(world))
   step, meta, held = _held(persistent, directory, named, world)
   keys_of = lambda section: {key: value for key, value in meta["config"].items() if key in section.model_fields}
   model, data = ModelSection(**keys_of(ModelSection)), DataOptions(**keys_of(DataOptions))

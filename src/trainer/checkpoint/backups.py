@@ -1,7 +1,9 @@
-"""Saves in the tiers that are due at a step, and restores the newest good state of all backups."""
+"""Saves the state in the tiers that are due at a step, and restores the newest good state of all tiers."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import sys
 import time
@@ -12,35 +14,21 @@ import jax
 from jax import Device
 
 from input_pipeline import storage
-from trainer.checkpoint import run_id as run_id_lib
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.arrays.host_copy import Fetch
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import (
-  PATIENCE_SECONDS,
-  Accept,
-  Candidate,
-  Emit,
-  LogLine,
-  Restored,
-  StateBackup,
-  restore_newest,
-)
+from trainer.checkpoint.backup import PATIENCE_SECONDS, Accept, Candidate, Restored, RunContext, StateBackup
 from trainer.checkpoint.emergency import Emergency
-from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint, SaveFailed
+from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, Rejected, SaveFailed
 from trainer.checkpoint.persistent import Persistent
-from trainer.checkpoint.snapshot import Snapshots
 from trainer.config.schema import CheckpointSection
 from trainer.observe.metrics import format_duration
-from trainer.world import World
 
 _LOOK_SECONDS = 2.0  # for the list of checkpoints after the first step of an attempt, while the training waits
 
 T = TypeVar("T")
-Begun = Callable[[], object]
 
 
-class Tiers:
+class Backups:
   """The backups of one attempt. Every process must call every method, in the same order.
 
   `step` always counts completed steps. If the storage fails at a save, a warning says so, and the next save that is
@@ -51,45 +39,33 @@ class Tiers:
     self,
     cfg: CheckpointSection,
     run_directory: str,
-    *,
-    world: World,
-    run_id: str | None = None,
+    run: RunContext,
     slices: Mapping[int, Sequence[Device]] | None = None,
-    snapshots: Snapshots | None = None,
+    snapshots: StateBackup | None = None,
     saves_in_storage: Callable[[], bool] = lambda: True,
-    fetch: Fetch | None = None,
-    log: LogLine = lambda line: None,
-    warn: LogLine | None = None,
-    emit: Emit = lambda kind, **fields: None,
   ) -> None:
-    """run_id: of run_id.establish at the start of the process (default: the id is read or created now).
-    slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
-    False while another world of the run does it. fetch: see host_copy; for devices behind a proxy. log takes a line for
-    people, and warn a warning (default: log); emit a kind and fields for events.jsonl. A thread may call them. Raises
-    ConfigError where the emergency tier is wanted and could not write."""
-    self._cfg, self._log, self._warn, self._emit = cfg, log, warn or log, emit
-    self._saves_in_storage = saves_in_storage
+    """slices: {id: devices} of the living slices (default: all devices are one). saves_in_storage: asked at every save;
+    False while another world of the run does it. Raises ConfigError where the emergency tier is wanted and could not
+    write."""
+    self._cfg, self._run, self._saves_in_storage = cfg, run, saves_in_storage
     self._newest: tuple[int, float] | None = None  # in storage: the step, and when it was committed
     self._is_listed = False  # whether `_newest` says what is there
     self._was_writer = False  # whether this world saved in storage after the last step; an attempt looks once
     self._catch_up_due = False
-    if run_id is None:
-      run_id = run_id_lib.establish(run_directory, world) if cfg.enable_checkpointing else ""
-    common: dict[str, Any] = {"world": world, "run_id": run_id, "fetch": fetch, "log": log, "emit": self._emit_saved}
-    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, **common)
+    of_tier = dataclasses.replace(run, emit=self._emit_saved)
+    self._persistent = Persistent(f"{run_directory}/checkpoints", cfg, of_tier)
     self._emergency: Emergency | None = None
     self._warm = Background("checkpoint-preparation")
     if cfg.enable_checkpointing and cfg.enable_emergency_checkpoint:
-      slices = slices or {0: jax.devices()}
-      self._emergency = Emergency(cfg, run_directory, slices, **common)
+      self._emergency = Emergency(cfg, run_directory, slices or {0: jax.devices()}, of_tier)
     # Of equal steps the first in this list is restored: the fastest.
     tiers = (snapshots, self._emergency, self._persistent if cfg.enable_checkpointing else None)
-    self._backups: list[StateBackup] = [tier for tier in tiers if tier is not None]
+    self._tiers: list[StateBackup] = [tier for tier in tiers if tier is not None]
 
   # ---- saving ----
 
   def due(self, step: int) -> bool:
-    """Whether maybe_save(step, ...) without `last` would save, after completed(step)."""
+    """Whether save(step, ...) without `last` would save, after completed(step)."""
     local = self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period)
     return local or self.due_persistent(step) or self._catch_up_due
 
@@ -118,43 +94,64 @@ class Tiers:
     due = step - step % self._cfg.checkpoint_period
     self._catch_up_due = due > 0 and due != step and (self._newest or (0,))[0] < due
     if self._catch_up_due:
-      self._log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
+      self._run.log(f"The checkpoint of step {due} was not committed: saving step {step} in its place.")
 
   def _emit_saved(self, kind: str, **fields: Any) -> None:
+    """Emits an event of the tiers, and remembers what is in storage."""
     if kind == "checkpoint_saved" and fields["tier"] == self._persistent.tier:
       self._newest, self._is_listed = (fields["step"], time.time()), True
-    self._emit(kind, **fields)
+    self._run.emit(kind, **fields)
 
   def _due(self, step: int, period: int) -> bool:
     return self._cfg.enable_checkpointing and step > 0 and step % period == 0
 
-  def maybe_save(
+  def save(
     self,
     step: int,
     state: Any,
     meta: Mapping[str, Any],
     *,
-    last: bool = False,
     metric: float | None = None,
-    begun: Begun = lambda: None,
+    last: bool = False,
+    is_new: bool = True,
+    begun: Callable[[], object] = lambda: None,
   ) -> bool:
-    """Saves in the tiers whose period ends at `step`, and with `last` in the persistent tier. Whether it saved.
+    """Saves in the tiers whose period ends at `step`. Returns whether it saved, as soon as the state may be donated.
 
-    last: no step follows in this process: as `save_in_storage`. Otherwise returns as soon as the state may be donated.
-    meta: of meta.build; metric: evaluation loss of this state, if known. begun: called once, when what is due has begun
-    and no commit has been awaited; also if nothing is due.
+    meta: of meta.build; metric: evaluation loss of this state, if known. last: no step follows in this process. Then
+    the persistent tier saves at any step, unless it has the step, and this method waits for the commit. If the storage
+    fails, the emergency tier saves the state unless it has it, and SaveFailed is raised when that is done. is_new:
+    False, with `last`, for a state that was restored or that this process has offered to all tiers: only the persistent
+    tier saves it, because a second local copy would replace a good one, and moves a damaged checkpoint of `step` aside
+    first. begun: called once, when what is due has begun and no commit has been awaited; for a new state also if
+    nothing is due.
     """
     saved = False
-    if self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
+    if is_new and self._emergency is not None and self._due(step, self._cfg.local_checkpoint_period):
       saved = self._save_or_warn(self._emergency, step, state, meta)
     due = self._cfg.enable_checkpointing and (last or self.due_persistent(step) or self._catch_up_due)
     if due and self._saves_in_storage():
       self._catch_up_due = False
       if not last:
         saved |= self._save_or_warn(self._persistent, step, state, meta, metric=metric)
-      elif self._commit(step, state, meta, metric, begun):
-        return True
-    begun()
+      else:
+        if not is_new and (reason := self._persistent.damage(step)):
+          self._report_rejected(self._persistent, Candidate(step), reason)
+          self._persistent.set_aside({str(step): reason})
+        self._call_or_warn(self._persistent, self._persistent.wait)
+        try:
+          if stored := self._persistent.save(step, state, meta, metric=metric):
+            begun()
+          self._persistent.wait()
+        except SaveFailed:
+          if self._emergency is not None and self._emergency.newest() < step:
+            self._save_or_warn(self._emergency, step, state, meta)
+            self._call_or_warn(self._emergency, self._emergency.wait)
+          raise
+        if stored:
+          return True
+    if is_new:
+      begun()
     return saved
 
   def _saving(self) -> list[Persistent | Emergency]:
@@ -177,40 +174,9 @@ class Tiers:
         if at:
           newest["newest_seconds"] = max(0.0, time.time() - at)
           good += f", from {format_duration(newest['newest_seconds'])} ago"
-      self._warn(f"{error}. Training goes on, and the next save that is due tries again. {good}")
-      self._emit("checkpoint_failed", tier=tier.tier, reason=str(error), **newest)
+      self._run.warn(f"{error}. Training goes on, and the next save that is due tries again. {good}")
+      self._run.emit("checkpoint_failed", tier=tier.tier, reason=str(error), **newest)
       return None
-
-  def save_in_storage(
-    self, step: int, state: Any, meta: Mapping[str, Any], *, metric: float | None = None, begun: Begun = lambda: None
-  ) -> bool:
-    """Saves in the persistent tier, unless it has a good checkpoint of `step`. Whether it saved. Waits for the commit.
-
-    For a state that was restored, or is saved in the other tiers: a second local copy would replace a good one. If the
-    storage fails, the emergency tier saves the state unless it has it, and SaveFailed is raised when that is done. A
-    damaged checkpoint of `step` is moved aside first. meta, metric: see `maybe_save`. begun: called if it saves, before
-    the commit.
-    """
-    if not self._cfg.enable_checkpointing or not self._saves_in_storage():
-      return False
-    if reason := self._persistent.damage(step):
-      self._report_rejected(self._persistent, Candidate(step), reason)
-      self._persistent.set_aside({str(step): reason})
-    return self._commit(step, state, meta, metric, begun)
-
-  def _commit(self, step: int, state: Any, meta: Mapping[str, Any], metric: float | None, begun: Begun) -> bool:
-    self._call_or_warn(self._persistent, self._persistent.wait)
-    try:
-      saved = self._persistent.save(step, state, meta, metric=metric)
-      if saved:
-        begun()
-      self._persistent.wait()
-      return saved
-    except SaveFailed:
-      if self._emergency is not None and self._emergency.newest() < step:
-        self._save_or_warn(self._emergency, step, state, meta)
-        self._call_or_warn(self._emergency, self._emergency.wait)
-      raise
 
   def wait(self) -> None:
     """Returns when all saves are committed, or have failed."""
@@ -230,7 +196,7 @@ class Tiers:
     except Exception as error:
       if not ending:
         raise
-      self._log(f"The save that was under way is lost: {error}")
+      self._run.log(f"The save that was under way is lost: {error}")
     finally:
       self._persistent.close()
 
@@ -242,12 +208,12 @@ class Tiers:
     Storage that cannot be listed counts as empty: another world may have the state, and restoring without one fails.
     """
     newest = 0
-    for backup in self._backups:
+    for tier in self._tiers:
       try:
         with storage.limited(PATIENCE_SECONDS):
-          steps = [backup.newest()] if isinstance(backup, Emergency) else [each.step for each in backup.candidates()]
+          steps = [tier.newest()] if isinstance(tier, Emergency) else [each.step for each in tier.candidates()]
       except CheckpointError as error:
-        self._warn(f"{error}. The other slices may have the state")
+        self._run.warn(f"{error}. The other slices may have the state")
       else:
         newest = max([newest, *steps])
     return newest
@@ -264,16 +230,10 @@ class Tiers:
     if self._emergency is not None:
       self._emergency.parts(abstract)  # raises before training if no slice holds a full copy
     bad: dict[str, str] = {}  # {folder name in storage: reason}
-
-    def rejected(backup: StateBackup, candidate: Candidate, reason: str) -> None:
-      self._report_rejected(backup, candidate, reason)
-      if backup is self._persistent:
-        bad[str(candidate.step)] = reason
-
-    memory = [backup for backup in self._backups if backup.tier == "snapshot"]
-    memory = [backup for backup in memory if completed and any(c.step >= completed for c in backup.candidates())]
-    restored = restore_newest(memory, abstract, accept, rejected, self._log)
-    restored = restored or restore_newest(self._backups, abstract, accept, rejected, self._log)
+    memory = [tier for tier in self._tiers if tier.tier == "snapshot"]
+    memory = [tier for tier in memory if completed and any(c.step >= completed for c in tier.candidates())]
+    restored = self._newest_good(memory, abstract, accept, bad)
+    restored = restored or self._newest_good(self._tiers, abstract, accept, bad)
     if not self._cfg.enable_checkpointing or (restored is not None and restored.tier == "snapshot"):
       return restored
     damaged = bool(bad)
@@ -282,7 +242,7 @@ class Tiers:
     except CheckpointError as error:
       if restored is None:
         raise
-      self._warn(f"{error}. What is damaged or unfinished there stays")
+      self._run.warn(f"{error}. What is damaged or unfinished there stays")
       return restored
     for name, sealed in unfinished.items():
       bad[name] = "it was sealed and has lost its commit_success.txt" if sealed else "its save did not finish"
@@ -298,13 +258,58 @@ class Tiers:
         self._emergency.mention_other_runs()
       self._warm.start(lambda: _prepare(abstract))
     else:
-      self._emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
+      self._run.emit("checkpoint_restored", step=restored.step, tier=restored.tier, path=restored.path)
     return restored
 
-  def _report_rejected(self, backup: StateBackup, candidate: Candidate, reason: str) -> None:
-    path = backup.path(candidate)
-    self._log(f"Checkpoint of step {candidate.step} ({backup.tier}, {path}) is not used: {reason}.")
-    self._emit("checkpoint_rejected", step=candidate.step, tier=backup.tier, reason=reason)
+  def _newest_good(
+    self, tiers: Sequence[StateBackup], abstract: Any, accept: Accept, bad: dict[str, str]
+  ) -> Restored | None:
+    """The newest good state of `tiers`; of equal steps, the one of the first tier in the list. None: no state.
+
+    bad: gets {folder name: reason} of the damaged candidates in storage. A recovery from memory or a local disk does
+    not need storage: CheckpointError is raised only if no other tier has a candidate. An error of the runtime says
+    nothing about the state that was read: it is raised when no copy of this state could be restored.
+    """
+    choices: list[tuple[Candidate, StateBackup]] = []
+    for tier in tiers:
+      try:
+        with storage.limited(PATIENCE_SECONDS) if choices else contextlib.nullcontext():
+          choices += [(candidate, tier) for candidate in tier.candidates()]
+      except CheckpointError as error:
+        if not choices:
+          raise
+        self._run.log(f"The {tier.tier} backups are left out: {error}.")
+    choices.sort(key=lambda choice: -choice[0].step)  # stable: keeps the order of equal steps
+    unanswered: tuple[int, StateBackup, Exception] | None = None
+    for i, (candidate, tier) in enumerate(choices):
+      if unanswered is not None and unanswered[:2] != (candidate.step, tier):
+        break
+      try:
+        state, meta = tier.restore(candidate, abstract, accept)
+      except jax.errors.JaxRuntimeError as error:
+        unanswered = candidate.step, tier, error.with_traceback(None)  # its frames hold arrays
+        continue
+      except CheckpointError as error:
+        if all(other is tier for _, other in choices[i:]):
+          raise
+        self._run.log(f"The {tier.tier} backup of step {candidate.step} is left out: {error}.")
+        continue
+      except Rejected as reason:
+        self._report_rejected(tier, candidate, str(reason))
+        if tier is self._persistent:
+          bad[str(candidate.step)] = str(reason)
+        continue
+      except ConfigMismatch as error:
+        raise ConfigMismatch(f"{error}\nThe checkpoint ({tier.tier}) is {tier.path(candidate)}") from error
+      return Restored(candidate.step, state, meta, tier.tier, tier.path(candidate))
+    if unanswered is not None:
+      raise unanswered[2]
+    return None
+
+  def _report_rejected(self, tier: StateBackup, candidate: Candidate, reason: str) -> None:
+    path = tier.path(candidate)
+    self._run.log(f"Checkpoint of step {candidate.step} ({tier.tier}, {path}) is not used: {reason}.")
+    self._run.emit("checkpoint_rejected", step=candidate.step, tier=tier.tier, reason=reason)
 
 
 def _prepare(abstract: Any) -> None:

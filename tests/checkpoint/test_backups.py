@@ -12,18 +12,14 @@ from tests.support import toy_state
 
 from input_pipeline.locks import FolderLock
 from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint
-from trainer.checkpoint.tiers import Tiers
-from trainer.world import SingleWorld
 
 
 def make(path, recorder=None, **changes):
   recorder = recorder or toy_state.Recorder()
-  return Tiers(
+  return toy_state.backups(
     toy_state.config(**({"checkpoint_period": 2} | changes)),
     str(path),
-    log=recorder.log,
-    emit=recorder.emit,
-    world=SingleWorld(),
+    recorder=recorder,
   )
 
 
@@ -33,9 +29,7 @@ def target(seed=0):
 
 def run(path, steps, **changes):
   tiers = make(path, **changes)
-  saved = [
-    step for step in range(1, steps + 1) if tiers.maybe_save(step, toy_state.state(step), {}, last=step == steps)
-  ]
+  saved = [step for step in range(1, steps + 1) if tiers.save(step, toy_state.state(step), {}, last=step == steps)]
   tiers.close()
   return saved
 
@@ -65,7 +59,7 @@ def test_a_save_that_was_lost_with_a_slice_is_made_up_once(tmp_path):
   recorder = toy_state.Recorder()
   tiers = make(tmp_path, recorder)
   assert [completed(tiers, step) for step in (3, 4)] == [False, True]  # step 2 is committed
-  assert tiers.maybe_save(4, toy_state.state(4), {}) and not completed(tiers, 5)
+  assert tiers.save(4, toy_state.state(4), {}) and not completed(tiers, 5)
   tiers.close()
   shutil.rmtree(tmp_path / "checkpoints" / "4")
   tiers = make(tmp_path, recorder)
@@ -74,7 +68,7 @@ def test_a_save_that_was_lost_with_a_slice_is_made_up_once(tmp_path):
   assert re.fullmatch(r"Saved checkpoint 4 in \d+\.\d s \(persistent\)\.", saved)
   assert made_up == "The checkpoint of step 4 was not committed: saving step 5 in its place."
   assert completed(tiers, 7) and len(recorder.lines) == 2  # until it is made up: step 5 was not saved
-  assert tiers.maybe_save(7, toy_state.state(7), {}) and not completed(tiers, 9)
+  assert tiers.save(7, toy_state.state(7), {}) and not completed(tiers, 9)
   tiers.close()
   assert make(tmp_path).restore_newest(target()).step == 7
 
@@ -94,7 +88,7 @@ def test_a_damaged_checkpoint_is_skipped_and_moved_aside(tmp_path):
   assert f"Removed 1 from {root}: 8.orbax-checkpoint-tmp (its save did not finish)." in recorder.lines
   assert (aside / "6.reason.txt").read_text() == "meta.json is missing\n"
   assert "checkpoint_rejected" in recorder.kinds()
-  assert tiers.maybe_save(6, toy_state.state(60), {})  # the step can be saved again
+  assert tiers.save(6, toy_state.state(60), {})  # the step can be saved again
   tiers.close()
   toy_state.assert_same_bits(make(tmp_path).restore_newest(target()).state, toy_state.values(60))
 
@@ -114,13 +108,13 @@ def test_a_save_removes_what_killed_processes_have_left(tmp_path, monkeypatch, l
   (root / "1" / "DELETED").touch()
   tiers = make(tmp_path, recorder, max_num_checkpoints_to_keep=9)
   writer = FolderLock(root, shared=True)  # of another process
-  tiers.maybe_save(2, toy_state.state(2), {})
+  tiers.save(2, toy_state.state(2), {})
   tiers.wait()
   names = lambda: sorted(path.name for path in root.iterdir())
   left = ["3.orbax-checkpoint-tmp", "5.orbax-checkpoint-tmp", "7 (copy)"]
   assert names() == (["1", "1.orbax-checkpoint-tmp", "2", *left] if locks else ["2", *left])
   del writer
-  tiers.maybe_save(4, toy_state.state(4), {})
+  tiers.save(4, toy_state.state(4), {})
   tiers.close()
   assert names() == (["2", "4", "7 (copy)"] if locks else ["2", "4", *left[1:]])
   assert sum(line.startswith("Removed ") for line in recorder.lines) == (1 if locks else 2)

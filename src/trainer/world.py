@@ -23,6 +23,10 @@ class World(Protocol):
   def gather(self, value: Any) -> list[Any]:
     """The JSON values of all processes, in rank order; on every process."""
 
+  def stop_agreed(self, requested: bool, asked: int) -> bool:
+    """Whether all processes must stop after this step: the same answer on all of them. requested: whether this process
+    was asked to stop. asked: how often the processes have asked, this time included."""
+
 
 class SingleWorld:
   rank = 0
@@ -31,6 +35,9 @@ class SingleWorld:
 
   def gather(self, value: Any) -> list[Any]:
     return [value]
+
+  def stop_agreed(self, requested: bool, asked: int) -> bool:
+    return requested
 
 
 SINGLE_WORLD = SingleWorld()  # it has no state: every run of one process may share it
@@ -56,6 +63,11 @@ class JaxWorld:
     padded[: data.size] = data
     rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+  def stop_agreed(self, requested: bool, asked: int) -> bool:
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(asked))  # JAX knows who was asked to stop
 
 
 def of_jax() -> World:

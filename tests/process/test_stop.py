@@ -160,7 +160,7 @@ def test_the_interpreters_shutdown_is_not_interrupted(running, number):
 def test_a_request_is_announced_once_and_stays():
   stop, lines, events = Stop(), [], []
   emit = lambda kind, **fields: events.append((kind, fields))
-  stop.join_run(SINGLE_WORLD, saves=True, log=lines.append, emit=emit)
+  stop.join_run(SINGLE_WORLD.stop_agreed, saves=True, log=lines.append, emit=emit)
   assert not stop.requested(1) and not stop.noticed
   stop.request = "SIGUSR1"
   assert stop.noticed
@@ -171,14 +171,14 @@ def test_a_request_is_announced_once_and_stays():
 
 def test_the_loop_of_a_run_that_does_not_save_gets_no_request():
   stop = Stop()
-  stop.join_run(SINGLE_WORLD, saves=False)
+  stop.join_run(SINGLE_WORLD.stop_agreed, saves=False)
   stop.request = "SIGTERM"
   assert not stop.requested(1)
 
 
 def test_worlds_that_agree_end_a_process_which_received_no_signal():
   stop, lines, asked = Stop(), [], []
-  stop.join_run(SINGLE_WORLD, saves=True, log=lines.append, agreed=lambda: bool(asked), asked=lambda: bool(asked))
+  stop.join_run(lambda *of_one: bool(asked), saves=True, log=lines.append, asked=lambda: bool(asked))
   stop.request = "SIGTERM"
   assert not stop.requested(1), "one world must not decide alone"
   stop.request = ""
@@ -200,7 +200,7 @@ def test_a_handler_in_c_that_replaces_ours_is_replaced_and_called(running):
   libc = ctypes.CDLL(None)
   libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
   libc.signal(signal.SIGTERM, ctypes.cast(native, ctypes.c_void_p))
-  stop.join_run(types.SimpleNamespace(size={size}), saves=True)
+  stop.join_run(lambda requested, asked: requested, saves=True, several={size} > 1)
   stop.running()
   print("ready", flush=True)
   while not stop.noticed:

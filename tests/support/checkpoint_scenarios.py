@@ -179,7 +179,7 @@ def count_bytes(path: Path) -> None:
 def preempted(path: Path, stop: Stop) -> None:
   """Trains until any process gets SIGTERM, then saves one checkpoint at the agreed step."""
   t = tiers(path, enable_emergency_checkpoint=False, checkpoint_period=10**6)
-  stop.join_run(world_lib.of_jax(), saves=True, log=print)
+  stop.join_run(world_lib.of_jax().stop_agreed, saves=True, several=jax.process_count() > 1, log=print)
   state = toy_state.state(0, mesh())
   add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1 if x.dtype == np.int32 else x, tree))
   for step in range(1, 10**6):
@@ -198,7 +198,7 @@ def preempted(path: Path, stop: Stop) -> None:
 
 
 def ignoring_preemption(path: Path, stop: Stop) -> None:
-  stop.join_run(world_lib.of_jax(), saves=True)
+  stop.join_run(world_lib.of_jax().stop_agreed, saves=True, several=jax.process_count() > 1)
   print("ready", flush=True)
   for step in range(1, 10**6):
     time.sleep(0.01)

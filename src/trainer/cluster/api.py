@@ -64,9 +64,6 @@ class Cluster(ABC):
   launch_id = ""
   # Whether other worlds have opened the run's folder before this process: it must not create the folder.
   joins = False
-  # Called after every step: whether the worlds of the run have agreed that this process must stop now. None: one world
-  # decides by itself.
-  stop_agreed: Callable[[], bool] | None = None
 
   def __init__(
     self,
@@ -178,6 +175,10 @@ class Cluster(ABC):
   def saves_in_storage(self) -> bool:
     """Whether this world writes the persistent checkpoints; of several worlds one does. May change during the run."""
     return True
+
+  def stop_agreed(self, requested: bool, asked: int) -> bool:
+    """Whether this process must stop after this step, see `World.stop_agreed`."""
+    return self.world.stop_agreed(requested, asked)
 
   def stop_asked(self) -> bool:
     """Whether the process that supervises the run was asked to end it."""

@@ -49,7 +49,6 @@ class MultiprocessCluster(Cluster):
     super().__init__({peers.member: devices}, world)
     self.peers, self._num_slices, self._place, self._supervisor = peers, num_slices, place, supervisor
     self.launch_id, self.joins = peers.run_id, peers.begun
-    self.stop_agreed = lambda: peers.stopping or peers.left
     self._launcher = os.getppid()
 
   @classmethod
@@ -102,6 +101,9 @@ class MultiprocessCluster(Cluster):
 
   def saves_in_storage(self) -> bool:
     return self.peers.saves_in_storage
+
+  def stop_agreed(self, requested: bool, asked: int) -> bool:
+    return self.peers.stopping or self.peers.left
 
   def stop_asked(self) -> bool:
     return self.peers.membership.stop_asked

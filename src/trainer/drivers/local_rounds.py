@@ -69,7 +69,7 @@ class LocalRounds(ManyWorlds):
         batch, tally = self._batch(index, share)
         if index == self._begun:
           self._begun += 1
-          self._elastic.begin_step(index + 1)
+          self._session.elastic.begin_step(index + 1)
           self._session.progress.under_way(index)
         replica, metrics = compiled.step(replica, (batch,), self._schedule_values)
         rows.append(metrics)
@@ -106,8 +106,8 @@ class LocalRounds(ManyWorlds):
       "outer_grad_norm": math.sqrt(moved),
       "bytes_sent": self._peers.exchange.sent_bytes - sent,
     }
-    if self._elastic.recovery.under_way:
-      self._elastic.recovered(self.alive)
+    if self._session.elastic.recovery.under_way:
+      self._session.elastic.recovered(self.alive)
     return self._state, rows
 
   def _batch(self, index: int, share: Share) -> tuple[Batch, Tally]:

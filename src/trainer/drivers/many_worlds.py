@@ -54,8 +54,7 @@ class ManyWorlds:
   def __init__(self, session: Session, view: View, program: Program, peers: Peers, backups: Backups) -> None:
     """view, program: of this process's slice, for one share of the batch."""
     config = session.config
-    self._config, self._session, self._elastic = config, session, session.elastic
-    self._view, self._program, self._peers, self._backups = view, program, peers, backups
+    self._session, self._view, self._program, self._peers, self._backups = session, view, program, peers, backups
     self._train = Feed(session.data.train, program)
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._period = config.elastic.witness_period
@@ -74,7 +73,7 @@ class ManyWorlds:
 
   def start(self, restore: Callable[[], Start], resume: Callable[[Start], None]) -> Start:
     # First the compilation: a member joins the others when it can compute.
-    compiled = self._elastic.compiled_step(self._view)
+    compiled = self._session.elastic.compiled_step(self._view)
     self._evaluation_step, self._checksum = compiled.evaluate, compiled.checksum
     if self._period:
       devices = self._program.mesh.devices.flat
@@ -87,7 +86,7 @@ class ManyWorlds:
     self._state, self._step, self._evaluated = start.state, start.step, start.evaluated
     self._schedule_values = self._program.schedule.placed(self._program.mesh)
     self._prepare(compiled)
-    self._batches = Prefetcher(self._prepared, self._step, self._config.run.steps)
+    self._batches = Prefetcher(self._prepared, self._step, self._session.config.run.steps)
     self._threads.callback(self._batches.close)
     self._peers.train(
       completed=lambda: self._step,
@@ -97,14 +96,14 @@ class ManyWorlds:
     return start
 
   def _changed(self, change: Change) -> None:
-    _record(self._elastic, change, self._step)
+    _record(self._session.elastic, change, self._step)
 
   def _prepare(self, compiled: Any) -> None:
     """Takes the compiled programs of the step."""
     self._halves: Halves = compiled
     self._open_rounds(self._halves.abstract.grads, self._halves.sums)
     # Counts of tokens travel with the scalars if gradients travel in a type that rounds.
-    wire = self._config.optimizer.grad_reduce_dtype
+    wire = self._session.config.optimizer.grad_reduce_dtype
     self._counts = experts.only_loads if wire != "float32" else lambda tree: {}
     counted = [Part(self._counts(part.tree), part.first) for part in self._halves.sums.parts]
     self._count_ranges = self._rounds.layout.ranges(counted)
@@ -114,7 +113,7 @@ class ManyWorlds:
 
   def _open_rounds(self, abstract: Any, sums: Summed) -> None:
     """abstract, sums: see `Rounds`."""
-    wire, group = self._config.optimizer.grad_reduce_dtype, self._config.elastic.shares_per_slice
+    wire, group = self._session.config.optimizer.grad_reduce_dtype, self._session.config.elastic.shares_per_slice
     self._rounds = Rounds(self._peers, abstract, sums, wire, group, self._send_state, self._receive_state)
     self._threads.callback(self._rounds.close)
     self._total = self._rounds.layout.empty()
@@ -123,11 +122,11 @@ class ManyWorlds:
     index, ahead = next(self._batches)
     assert index == n - 1 == self._step, f"step {n} after {self._step} steps got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
-    self._elastic.begin_step(n)
+    self._session.elastic.begin_step(n)
     state = self._state = self._damaged(state)
     mean_weight = self._mean_weight(index)
     params = state.params if mean_weight == 1 else experts.scale_loads(state.params, np.float32(mean_weight))
-    flips = self._elastic.faults.flips("flip_gradient", self._peers.member, flatten)
+    flips = self._session.elastic.faults.flips("flip_gradient", self._peers.member, flatten)
 
     def compute(share: Share) -> Contribution:
       batch, tally = ahead.pop(share) if share in ahead else self._share(index, share)
@@ -142,7 +141,7 @@ class ManyWorlds:
     weights = self._checksum(state.params)
     compared, checksum, checks = None, functools.partial(int, weights), self._halves.checks
     if checks is not None and n % self._period == 0:
-      seed, check = self._config.data.data_shuffle_seed, n // self._period
+      seed, check = self._session.config.data.data_shuffle_seed, n // self._period
       compared = ComparedShare(self._peers, checks, seed, check, compute)
       checksum = functools.partial(checks.number, checks.of_state(state))
     settled = functools.partial(self._settled, checksum)
@@ -160,9 +159,9 @@ class ManyWorlds:
     sums = Sums(self._rounds.layout.to_device(self._total), *losses)
     self._state, metrics = self._halves.apply(state, sums, self._schedule_values)
     self._step, self._evaluated = n, False
-    if self._elastic.recovery.under_way:
+    if self._session.elastic.recovery.under_way:
       jax.block_until_ready(metrics)
-      self._elastic.recovered(self.alive)
+      self._session.elastic.recovered(self.alive)
     return self._state, metrics
 
   def _proof(self, weights: Any) -> dict[str, Any]:
@@ -223,7 +222,7 @@ class ManyWorlds:
     """One member saves: the primary, or if the primary dies, the next one. The members have the same state, but the
     last commit may not have reached all of them."""
     session, peers, step = self._session, self._peers, self._step
-    local_steps = self._config.optimizer.local_steps
+    local_steps = self._session.config.optimizer.local_steps
 
     def goes_on() -> bool:
       """Whether the others train on, and save. If no supervisor is reached, the records in storage tell: members that
@@ -235,7 +234,7 @@ class ManyWorlds:
     if not goes_on():
       session.log.warning(f"The supervisor is lost. Saving the state of step {step}, and ending.")
       with session.watchdog.during("save"):
-        peers.await_turn(self._config.checkpoint.autocheckpoint_grace_seconds)
+        peers.await_turn(self._session.config.checkpoint.autocheckpoint_grace_seconds)
         if not goes_on():
           return step, self._state
     peers.give_up()  # this process writes no records any more
@@ -248,7 +247,7 @@ class ManyWorlds:
 
   def _damaged(self, state: TrainState) -> TrainState:
     """The state with the bits that a rehearsed fault flips."""
-    faults, member = self._elastic.faults, self._peers.member
+    faults, member = self._session.elastic.faults, self._peers.member
     params = faults.flips("flip_weight", member, flatten)(state.params)
     opt_state = faults.flips("flip_optimizer", member, flatten)(state.opt_state)
     return dataclasses.replace(state, params=params, opt_state=opt_state)
@@ -263,7 +262,7 @@ class ManyWorlds:
   def _numbers_ahead(self, index: int, share: Share) -> list[np.ndarray]:
     """What a share of the next batch adds to its tally, which the balance loss of experts needs before the step begins.
     [] if it is not needed. Not numbers if the share cannot be read: then the step reads the whole batch, and fails."""
-    if not self._config.model.has_balance_loss or index >= self._config.run.steps:
+    if not self._session.config.model.has_balance_loss or index >= self._session.config.run.steps:
       return []
     try:
       prepared = self._batches.peek()
@@ -274,7 +273,7 @@ class ManyWorlds:
 
   def _mean_weight(self, index: int) -> float:
     """The mean weight of the tokens of the whole batch, if the balance loss of experts needs it, else 1."""
-    if not self._config.model.has_balance_loss:
+    if not self._session.config.model.has_balance_loss:
       return 1.0
     if self._counted_ahead is None or self._counted_ahead[0] != index:  # the first step of this process
       self._counted_ahead = index, self._session.data.train.tally(index, hashes=False)

@@ -35,8 +35,7 @@ class OneController:
   slice_seconds: dict[str, float] | None = None
 
   def __init__(self, session: Session, view: View, program: Program, wait: Wait) -> None:
-    self._config, self._session, self._elastic = session.config, session, session.elastic
-    self._view, self._wait, self._program = view, wait, program
+    self._session, self._view, self._wait, self._program = session, view, wait, program
     self._evaluations = [Feed(loader, program) for loader in session.data.evaluations.values()]
     self._steps = 0  # of this attempt
     self.data_wait_seconds = 0.0
@@ -64,17 +63,17 @@ class OneController:
     values = self._program.schedule.placed(self._program.mesh)
     compute = lambda state, batch: self._compiled_step(state, batch, values)
     self._compute_step = self._session.cluster.on_slices(compute, self._view)
-    hashes = self._config.observe.receipt_state_period > 0
+    hashes = self._session.config.observe.receipt_state_period > 0
     self._feed = Feed(self._session.data.train, self._program)
     tallied = functools.partial(self._feed.tallied, hashes=hashes)
-    self._batches = Prefetcher(tallied, start.step, self._config.run.steps)
+    self._batches = Prefetcher(tallied, start.step, self._session.config.run.steps)
     self._threads.callback(self._batches.close)
     return start
 
   def _compile(self) -> None:
     """Compiles the step. After a loss there may be a state to save: then a request to end does not wait for this."""
-    compiling = functools.partial(self._elastic.compiled_step, self._view)
-    if not self._elastic.recovery.under_way:
+    compiling = functools.partial(self._session.elastic.compiled_step, self._view)
+    if not self._session.elastic.recovery.under_way:
       self._compiled_step = compiling()
       return
     with contextlib.suppress(StopRequested):  # `start` asks next
@@ -84,14 +83,14 @@ class OneController:
     index, (batch, tally) = next(self._batches)
     assert index == n - 1, f"step {n} got the batch of step {index + 1}"
     self.data_wait_seconds = self._batches.waited_seconds
-    self._elastic.begin_step(n)
+    self._session.elastic.begin_step(n)
     state = self._witness.before_step(state, n)
     self.proof = {"computed": dict(zip(map(str, self._view.slices), self._program.plan.ranges))} | self._witness.proof
     self.tally = self._feed.over_processes(tally.numbers)
     result = self._compute_step(state, batch)
     self._steps += 1
     if self._steps == _PREPARE_AFTER:
-      self._elastic.prepare_steps(self._view, self._other_programs)
+      self._session.elastic.prepare_steps(self._view, self._other_programs)
     return result
 
   def _other_programs(self, view: View) -> dict[str, Callable[[], Any]]:
@@ -101,7 +100,7 @@ class OneController:
     return evaluation | self._witness.programs(view.slices)
 
   def evaluate(self, params: Params, batches: Sequence[int]) -> list[list[LossSums]]:
-    stop, step = self._session.stop, self._elastic.last_step
+    stop, step = self._session.stop, self._session.elastic.last_step
     several = self._session.cluster.world.size > 1
 
     def compute() -> list[list[LossSums]]:
@@ -122,7 +121,7 @@ class OneController:
     return self._wait.call(compute, f"the evaluation at step {step}", until_stop=not several)
 
   def resize_due(self, n: int) -> bool:
-    return self._elastic.resize_due(self._view, n)
+    return self._session.elastic.resize_due(self._view, n)
 
   def leaves(self) -> bool:
     return False

@@ -36,8 +36,7 @@ class SliceWitness:
 
   def __init__(self, session: Session, view: View, full: Program, wait: Wait) -> None:
     """full: the program of the view."""
-    self._config, self._session, self._elastic = session.config, session, session.elastic
-    self._view, self._full, self._wait = view, full, wait
+    self._session, self._view, self._full, self._wait = session, view, full, wait
     self.proof: dict[str, Any] = {}  # of the step, for the receipt: the share and the slices with equal sums, if any
     # {slice: its last comparison without a difference, in this attempt}. States are equal after wrong sums, too.
     self._equal_states: dict[int, str] = {}
@@ -47,7 +46,7 @@ class SliceWitness:
     """The state with the bits that a rehearsed fault flips. Compares the slices before step n, if that is due. Raises
     SliceWrong if one of them has wrong sums or a wrong state, and if it is not known which one of two."""
     self.proof = {}
-    period, faults = self._config.elastic.witness_period, self._elastic.faults
+    period, faults = self._session.config.elastic.witness_period, self._session.elastic.faults
     for slice_id, devices in zip(self._view.slices, self._view.devices):
       params = faults.flips("flip_weight", slice_id, flatten, devices)(state.params)
       opt_state = faults.flips("flip_optimizer", slice_id, flatten, devices)(state.opt_state)
@@ -55,19 +54,19 @@ class SliceWitness:
     if period and n % period == 0 and self._view.num_alive > 1:
       with self._session.watchdog.during("witness"):
         self._wait.call(functools.partial(jax.block_until_ready, state), f"step {n - 1}")  # may end a recovery
-        with self._elastic.recovery.paused():
+        with self._session.elastic.recovery.paused():
           self._wait.call(functools.partial(self._compare, state, n), f"the witness of step {n}")
     return state
 
   def _compare(self, state: TrainState, n: int) -> None:
     alive = self._view.slices
     states = dict(zip(alive, _by_slice(state, self._view.devices)))
-    shares = self._session.cluster.num_slices * self._config.optimizer.gradient_accumulation_steps
+    shares = self._session.cluster.num_slices * self._session.config.optimizer.gradient_accumulation_steps
     dealt = {slice_id: range(index, shares, len(alive)) for index, slice_id in enumerate(alive)}
-    drawn = draw(self._config.data.data_shuffle_seed, n // self._config.elastic.witness_period, dealt)
+    drawn = draw(self._session.config.data.data_shuffle_seed, n // self._session.config.elastic.witness_period, dealt)
     state_of = lambda slice_id: self._state(slice_id, states[slice_id])
     self._agree(self._equal_states, f"the state before step {n}", alive, state_of)
-    flips = {slice_id: self._elastic.faults.flips("flip_gradient", slice_id, flatten) for slice_id in alive}
+    flips = {slice_id: self._session.elastic.faults.flips("flip_gradient", slice_id, flatten) for slice_id in alive}
 
     def sums(slice_id: int) -> Sums:
       feed, share_sums, checks = self._of(slice_id)
@@ -86,12 +85,12 @@ class SliceWitness:
 
   def programs(self, slices: Iterable[int]) -> dict[str, Callable[[], tuple[Program, ShareSums, Checks]]]:
     """{name: compilation} of the programs with which these slices are compared; {} without a witness."""
-    if not self._config.elastic.witness_period:
+    if not self._session.config.elastic.witness_period:
       return {}
     return {f"witness on slice {slice_id}": functools.partial(self._compile, slice_id) for slice_id in slices}
 
   def _compile(self, slice_id: int) -> tuple[Program, ShareSums, Checks]:
-    config = self._config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
+    config = self._session.config.with_values(dcn_data_parallelism=1, gradient_accumulation_steps=1)
     devices = self._session.cluster.slices[slice_id]
     own = program.build(config, (devices,), 1, self._full.user_optimizer)
     sums = own.compile_share(adds=False)

@@ -29,13 +29,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from worlds.exit_codes import INTERRUPTED, PREEMPTED
 from worlds.interruptions import REQUESTS, SAME_SIGNAL_SECONDS, Handler, requests
-
-if TYPE_CHECKING:
-  from trainer.world import World
 
 _RECORD_SECONDS = 2.0  # that `on_exit` may take
 
@@ -69,28 +65,29 @@ class Stop:
     self._leaving = threading.Lock()
     self._before: tuple[Mapping[int, object], int] | None = None  # handlers and wakeup descriptor
     self._pipe = -1  # its end for Python's C handler
-    self._world: World | None = None  # None: no run is open, or it does not save at a request
+    # None: no run is open, or it does not save at a request.
+    self._processes_agree: Callable[[bool, int], bool] | None = None
     self._asked = 0  # how often all processes have asked
     self._agreed = False
     self._announced = False
 
   def join_run(
     self,
-    world: World,
+    agreed: Callable[[bool, int], bool],
     *,
     saves: bool,
+    several: bool = False,
     log: Callable[[str], None] = lambda line: None,
     emit: Callable[..., object] = lambda kind, **fields: None,
-    agreed: Callable[[], bool] | None = None,
     asked: Callable[[], bool] = lambda: False,
     on_exit: Callable[[int], None] = lambda code: None,
   ) -> None:
     """A run is open. Call it once, after jax.distributed has started.
 
-    saves: whether the run saves and ends at a request; if not, a request ends the process at once, as the system does.
-    agreed: whether the worlds of the run have agreed that this process ends after the last step; None: `world` is the
-    whole run. asked: whether another process was asked to end the whole run. log takes a line, emit a kind and fields
-    for events.jsonl. on_exit: records an exit before the first step; gets the exit code.
+    agreed: see `World.stop_agreed`. saves: whether the run saves and ends at a request; if not, a request ends the
+    process at once, as the system does. several: whether jax.distributed has joined this process with others. asked:
+    whether another process was asked to end the whole run. log takes a line, emit a kind and fields for events.jsonl.
+    on_exit: records an exit before the first step; gets the exit code.
     """
     self.on_exit = on_exit
     if not saves:
@@ -98,9 +95,8 @@ class Stop:
         for number in requests():
           signal.signal(number, signal.SIG_DFL)
       return
-    self._world, self._worlds_agreed, self._asked_elsewhere = world, agreed, asked
+    self._processes_agree, self._asked_elsewhere = agreed, asked
     self._log, self._emit = log, emit
-    several = world.size > 1
     self._reclaim(forward=several)
     if several:  # exiting alone would leave the others waiting for this process
       self.running()
@@ -108,7 +104,7 @@ class Stop:
   @property
   def noticed(self) -> bool:
     """Whether this process knows that it must save and end. Other processes may not know yet."""
-    return bool(self.request) or self._agreed or (self._world is not None and self._asked_elsewhere())
+    return bool(self.request) or self._agreed or (self._processes_agree is not None and self._asked_elsewhere())
 
   def requested(self, step: int) -> bool:
     """Whether to save and end with the state after `step` completed steps; once true, always true.
@@ -116,16 +112,9 @@ class Stop:
     Every process must call it equally often, and at least once in a step: the answers are the same on all of them.
     """
     self._asked += 1
-    if self._agreed or self._world is None:
+    if self._agreed or self._processes_agree is None:
       return self._agreed
-    if self._worlds_agreed is not None:
-      self._agreed = self._worlds_agreed()
-    elif self._world.size == 1:
-      self._agreed = bool(self.request)
-    else:
-      from jax.experimental import multihost_utils
-
-      self._agreed = bool(multihost_utils.reached_preemption_sync_point(self._asked))
+    self._agreed = self._processes_agree(bool(self.request), self._asked)
     if (self.request or self._agreed) and not self._announced:
       # Not in the handler, which may have interrupted a print.
       self._announced = True

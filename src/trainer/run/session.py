@@ -242,11 +242,11 @@ class Session:
       unsupervised=lambda: watchdog.set_timeout(elastic.elastic_timeout_seconds, "elastic_timeout_seconds"),
     )
     stop.join_run(
-      cluster.world,
+      cluster.stop_agreed,
       saves=saves.enable_autocheckpoint and saves.enable_checkpointing,
+      several=cluster.world.size > 1,
       log=log.line,
       emit=events.emit,
-      agreed=cluster.stop_agreed,
       asked=cluster.stop_asked,
       on_exit=record_exit,
     )

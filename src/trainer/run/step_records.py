@@ -47,7 +47,7 @@ class StepRecords:
   def __init__(self, session: Session, driver: Driver, wait: Wait, device: jax.Device) -> None:
     """device: one of those that the driver computes on."""
     config = session.config
-    self._config, self._session, self._driver, self._wait = config, session, driver, wait
+    self._session, self._driver, self._wait = session, driver, wait
     self._limit = config.optimizer.max_nonfinite_steps
     self._has_z_loss = config.optimizer.z_loss_multiplier > 0
     chip = chips.find(device.device_kind)
@@ -76,10 +76,10 @@ class StepRecords:
 
   def _is_digested(self, step: int) -> bool:
     """Whether the receipt has a digest of the state after `step`: regularly, for each checkpoint, and at the end."""
-    saves, period = self._config.checkpoint, self._config.observe.receipt_state_period
+    saves, period = self._session.config.checkpoint, self._session.config.observe.receipt_state_period
     saved = saves.enable_checkpointing and step % saves.checkpoint_period == 0
-    due = period > 0 and step // period > (step - self._config.optimizer.local_steps) // period
-    return period > 0 and (due or saved or step == self._config.run.steps)
+    due = period > 0 and step // period > (step - self._session.config.optimizer.local_steps) // period
+    return period > 0 and (due or saved or step == self._session.config.run.steps)
 
   def finish(self) -> None:
     """Waits for the last dispatched step and records it. Raises the runtime's error if the step failed."""
@@ -96,7 +96,7 @@ class StepRecords:
     of_slices = done.slice_seconds and {name: taken / count for name, taken in done.slice_seconds.items()}
     each = dataclasses.replace(done, data_wait=done.data_wait / count, slice_seconds=of_slices)
     for left, values, tally in zip(range(count - 1, -1, -1), steps, np.reshape(tallies, (count, -1)), strict=True):
-      if self._config.observe.receipt_state_period:
+      if self._session.config.observe.receipt_state_period:
         proof = done.proof | {"examples": Tally.of_sum(tally).hex} | (state if not left else {})
       ago = time.monotonic() - now + left * seconds if count > 1 else 0.0
       self._record(each, last - left, values, proof, seconds, ago)

@@ -6,7 +6,6 @@ The command, the library and Ray call `run`, each with what it adds.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import sys
 import traceback
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
   from trainer.cluster import Cluster
   from trainer.config import Config
   from trainer.run.plugins import Extensions
-  from trainer.run.session import LibraryOverrides, Session
+  from trainer.run.session import Session
 
 
 class Ended(NamedTuple):
@@ -38,15 +37,15 @@ def run(
   stop: Stop,
   started: float,
   origins: Mapping[str, str] = MappingProxyType({}),
-  overrides: LibraryOverrides | None = None,
+  is_command: bool = True,
 ) -> Ended:
-  """Runs a valid configuration. Prints errors; for the library, which gives `overrides`, returns them in Ended.error
-  instead. Imports jax only here.
+  """Runs a valid configuration. Prints errors, and for a command what to do next; the library gets errors in
+  Ended.error. Imports jax only here.
 
-  extensions: what is added to the core. started: time.monotonic() when the command began. origins: where each key was
-  given.
+  extensions: returns what is added to the core. started: time.monotonic() when the command began. origins: where each
+  key was given.
   """
-  tell: Callable[[str], None] = (lambda text: None) if overrides else (lambda text: print(text, file=sys.stderr))
+  tell: Callable[[str], None] = (lambda text: print(text, file=sys.stderr)) if is_command else (lambda text: None)
   # Imports and tracing make millions of objects that stay. Collecting garbage among them repeatedly would take a tenth
   # of the time until the first step. `Session.ready`, or a second attempt, turns the collector on again.
   gc.disable()
@@ -63,14 +62,15 @@ def run(
     from trainer.process import compilation_cache, file_limit
     from trainer.program import program
     from trainer.run import run_data
-    from trainer.run import session as session_lib
+    from trainer.run.prepare import prepare
+    from trainer.run.session import open_session
     from worlds.peers import RunEnded
 
     file_limit.raise_limit()
     stack.callback(compilation_cache.enable(config.run.jax_cache_dir))
     is_reported: Callable[[], bool] = lambda: False
     try:
-      added = dataclasses.replace(overrides or session_lib.NO_LIBRARY_OVERRIDES, extensions=extensions())
+      added = extensions()
       if added.source is None:
         run_data.check(config)
       config, cluster = _start_cluster(config)
@@ -79,14 +79,15 @@ def run(
       retry.check(cluster, config.elastic, config.run.steps)
       program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
       config, origins, note = _with_remat_policy(config, origins, cluster, added)
-      session = stack.enter_context(session_lib.open_session(config, cluster, stop, started, origins, added))
+      prepared = stack.enter_context(prepare(config, cluster, added))
+      session = stack.enter_context(open_session(prepared, stop, started, origins))
     except (ConfigError, CheckpointError, RunEnded, WorkerLost, StandinLost, OSError) as error:
       return _not_opened(error, is_reported, tell)
     if note:
       session.log.line(note)
-    result = _train(session, session.log.record if overrides else session.log.error)
+    result = _train(session, session.log.error if is_command else session.log.record)
     stop.ending(result.code)
-    session.finish(result.code, is_command=overrides is None)
+    session.finish(result.code, is_command=is_command)
     if result.code in (COMPLETE, PREEMPTED):  # any other end may be the fault of this process: the others go on
       cluster.finished(result.code)
   return result
@@ -134,7 +135,7 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
 
 
 def _with_remat_policy(
-  config: Config, origins: Mapping[str, str], cluster: Cluster, overrides: LibraryOverrides
+  config: Config, origins: Mapping[str, str], cluster: Cluster, extensions: Extensions
 ) -> tuple[Config, Mapping[str, str], str]:
   """The configuration with a policy in the place of remat_policy=auto, the origins, and a line for the log."""
   from trainer.config import ConfigError
@@ -144,13 +145,13 @@ def _with_remat_policy(
   if config.model.remat_policy is not RematPolicy.AUTO:
     return config, origins, ""
   instead = f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
-  if overrides.user_optimizer.optimizer is not None:
+  if extensions.user_optimizer.optimizer is not None:
     raise ConfigError(
       "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
     )
-  if overrides.extensions.choose_remat is None:
+  if extensions.choose_remat is None:
     raise ConfigError(f"remat_policy=auto: this program has nothing that chooses.\n{instead}")
-  config, note = overrides.extensions.choose_remat(config, cluster, lines.tell)
+  config, note = extensions.choose_remat(config, cluster, lines.tell)
   return config, {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}, note
 
 

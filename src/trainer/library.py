@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import os
 import tempfile
@@ -82,12 +83,14 @@ class Run:
     from trainer import app, defaults
     from trainer.process.stop import Stop
     from trainer.program.optimizers import UserOptimizer
-    from trainer.run.session import LibraryOverrides
     from worlds.exit_codes import COMPLETE, PREEMPTED
 
     with _process_kept():
-      overrides = LibraryOverrides(self.source, tuple(callbacks), UserOptimizer(self._schedule, self._optimizer))
-      ended = app.run(self.config, defaults.extensions, Stop(), time.monotonic(), overrides=overrides)
+      given = {"source": self.source, "callbacks": tuple(callbacks)}
+      added = lambda: dataclasses.replace(
+        defaults.extensions(), **given, user_optimizer=UserOptimizer(self._schedule, self._optimizer)
+      )
+      ended = app.run(self.config, added, Stop(), time.monotonic(), is_command=False)
     if ended.error is not None and ended.code not in (COMPLETE, PREEMPTED):
       raise ended.error
     return ended.code == COMPLETE
@@ -115,7 +118,7 @@ class Run:
     config = self.config.with_values(shares_per_slice=-1)  # one program computes whole batches here
 
     def evaluate(source: WeightSource) -> dict[str, tuple[float, float]]:
-      source.check(config.model)
+      source.require_model(config.model)
       with self._cluster() as cluster:
         prog = program.of_view(config, cluster.view(cluster.slices))
         batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)

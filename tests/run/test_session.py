@@ -21,7 +21,8 @@ from trainer.observe import lock
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
 from trainer.process.stop import Stop
-from trainer.run.session import LibraryOverrides, open_session
+from trainer.run.prepare import prepare
+from trainer.run.session import open_session
 from trainer.world import SingleWorld
 
 KEYS = (
@@ -53,9 +54,10 @@ def opened(folder: Path, *keys: str, world=None, started: float | None = None):
   devices = jax.devices()
   cluster = SimulatedCluster({0: tuple(devices[:2]), 1: tuple(devices[2:4])}, world)
   begin = time.monotonic() if started is None else started
-  with open_session(
-    config, cluster, Stop(), begin, overrides=LibraryOverrides(extensions=defaults.extensions())
-  ) as session:
+  with (
+    prepare(config, cluster, defaults.extensions()) as prepared,
+    open_session(prepared, Stop(), begin) as session,
+  ):
     yield session
 
 

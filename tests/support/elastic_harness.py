@@ -31,6 +31,7 @@ from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
 from trainer.process.stop import Stop
 from trainer.program.program import Program
+from trainer.run.plugins import NO_EXTENSIONS
 from trainer.run.session import Session, open_session
 
 NUM_SLICES = 3
@@ -147,7 +148,8 @@ class Harness:
       stop = Stop()
       stop.listen()
       stack.callback(stop.restore)
-      session = stack.enter_context(open_session(config, cluster, stop, time.monotonic()))
+      prepared = stack.enter_context(prepare(config, cluster, NO_EXTENSIONS))
+      session = stack.enter_context(open_session(prepared, stop, time.monotonic()))
       recorder = Recorder(session.data.train)
       session.data.train = recorder  # type: ignore[assignment]
       topologies = session.programs.topologies | self._topologies.get(repr(config.model), {})

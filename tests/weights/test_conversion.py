@@ -93,9 +93,9 @@ def test_a_model_with_a_routed_bias_is_refused_by_an_export_and_by_a_run_without
   with pytest.raises(ConfigError, match=r"routed_bias_update_rate=0\.01, and Qwen3-MoE has no bias"):
     export.export(source, str(tmp_path / "back"))
   assert not (tmp_path / "back").exists()
-  source.check(cfg)
+  source.require_model(cfg)
   with pytest.raises(ConfigError, match=r"routed_bias_update_rate=0\.0, there 0\.01"):
-    source.check(hf_folders.model("qwen3-moe"))
+    source.require_model(hf_folders.model("qwen3-moe"))
 
 
 def test_older_readers_find_their_fields(tmp_path):

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from fractions import Fraction
+from typing import TypeVar
 
 from input_pipeline.options import DataOptions, MixtureEntry
 from trainer.config import files
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import all_keys, convert
 from trainer.config.schema import DataSection
+
+T = TypeVar("T")
+Written = dict[str, tuple[str | None, str]]  # {key: (value, place)} of a source; None: a list or a mapping
 
 # The keys of a source by its dataset_type. All other data keys hold for the whole mixture.
 _SOURCE_KEYS = {
@@ -32,19 +37,12 @@ def read(data: DataSection) -> list[MixtureEntry]:
   """
   if data.dataset_type != "grain" or not data.grain_train_mixture_config_path:
     return []
-  path = files.find(data.grain_train_mixture_config_path, files.search_folders(), "mixture")
-  groups = files.read_groups(path)
-  problems = Problems()
-  entries = []
-  for name, (given, origin) in groups.items():
-    with problems.collect():
-      entries.append(_entry(name, given, origin, data))
-  if not 1 <= len(groups) <= _MOST_SOURCES:
-    problems.add([f"{files.shown(path)}: has {len(groups)} sources.\nGive 1 to {_MOST_SOURCES} sources."])
-  problems.raise_any()
+  make = lambda name, written, origin: _entry(name, written, origin, data)
+  place, found = _read(data.grain_train_mixture_config_path, "mixture", "sources", make)
+  entries = list(found.values())
   for step in sorted({step for entry in entries for step, _ in entry.weights}):
     if not any(max(pair for pair in entry.weights if pair[0] <= step)[1] for entry in entries):
-      raise ConfigError(f"{files.shown(path)}: all weights are 0 from step {step} on.\nGive one source a weight there.")
+      raise ConfigError(f"{place}: all weights are 0 from step {step} on.\nGive one source a weight there.")
   return entries
 
 
@@ -56,22 +54,32 @@ def read_eval_sets(data: DataSection) -> dict[str, DataOptions]:
   """
   if not data.eval_sets:
     return {}
-  path = files.find(data.eval_sets, files.search_folders(), "file of eval_sets")
+
+  def make(name: str, written: Written, origin: str) -> DataOptions:
+    if name == EVAL_DATA:
+      raise ConfigError(f"{origin}: {name} is the name of the evaluation data of other keys.\nChoose another name.")
+    return _section(name, _scalars(written), origin, data, ())
+
+  return _read(data.eval_sets, "file of eval_sets", "sets", make)[1]
+
+
+def _read(given: str, what: str, parts: str, make: Callable[[str, Written, str], T]) -> tuple[str, dict[str, T]]:
+  """(the file in words, {name: make(name, its part of the file, the place of the part)}) of a file of sources. what,
+  parts: the file and its parts in messages. Raises ConfigError for every mistake."""
+  path = files.find(given, files.search_folders(), what)
   groups = files.read_groups(path)
   problems = Problems()
-  sets: dict[str, DataOptions] = {}
+  made: dict[str, T] = {}
   for name, (written, origin) in groups.items():
     with problems.collect():
-      if name == EVAL_DATA:
-        raise ConfigError(f"{origin}: {name} is the name of the evaluation data of other keys.\nChoose another name.")
-      sets[name] = _section(name, _scalars(written), origin, data, ())
+      made[name] = make(name, written, origin)
   if not 1 <= len(groups) <= _MOST_SOURCES:
-    problems.add([f"{files.shown(path)}: has {len(groups)} sets.\nGive 1 to {_MOST_SOURCES} sets."])
+    problems.add([f"{files.shown(path)}: has {len(groups)} {parts}.\nGive 1 to {_MOST_SOURCES} {parts}."])
   problems.raise_any()
-  return sets
+  return files.shown(path), made
 
 
-def _scalars(written: dict[str, tuple[str | None, str]]) -> dict[str, tuple[str, str]]:
+def _scalars(written: Written) -> dict[str, tuple[str, str]]:
   """The keys of a source with their values and places."""
   given: dict[str, tuple[str, str]] = {}
   for key, (text, place) in written.items():
@@ -81,7 +89,7 @@ def _scalars(written: dict[str, tuple[str | None, str]]) -> dict[str, tuple[str,
   return given
 
 
-def _entry(name: str, written: dict[str, tuple[str | None, str]], origin: str, data: DataSection) -> MixtureEntry:
+def _entry(name: str, written: Written, origin: str, data: DataSection) -> MixtureEntry:
   """The source `name` from its part of the file."""
   given = _scalars(written)
   if "weight" not in given:

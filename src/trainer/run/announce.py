@@ -22,14 +22,14 @@ from trainer.observe import environment, files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.program.program import Program
+from trainer.run.prepare import Prepared
 from trainer.run.run_data import RunData
 
 
-def announce(
-  config: Config, cluster: Cluster, full: Program, data: RunData, log: Log, events: EventLog, origins: Mapping[str, str]
-) -> None:
-  """Prints what is about to run, and records it as the first event of the process. full: program of all slices.
-  origins: where each given key was given."""
+def announce(prepared: Prepared, log: Log, events: EventLog, origins: Mapping[str, str]) -> None:
+  """Prints what is about to run, and records it as the first event of the process. origins: where each given key was
+  given."""
+  config, cluster, full, data = prepared.config, prepared.cluster, prepared.program, prepared.data
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)

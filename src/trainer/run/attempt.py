@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
 import time
@@ -237,8 +236,8 @@ class Attempt:
 
 def _fresh_state(session: Session, program: Program) -> TrainState:
   """The state of step 0: with the parameters of load_parameters_path, or with random ones."""
-  if session.parameters is None:
+  if session.weights is None:
     return program.init(jax.random.key(session.config.run.init_weights_seed))
-  source = session.parameters()
+  source = session.weights()
   session.log.line(f"The parameters are those of {source.where}.")
   return program.init_from(source.load(program.state.params, session.cluster.world))

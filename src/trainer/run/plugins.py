@@ -15,8 +15,9 @@ from trainer.config.schema import Config, ModelSection
 from trainer.models.decoder import Params
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
-from trainer.observe.metrics import Recorder
+from trainer.observe.metrics import Recorder, StepRecord
 from trainer.process.stop import StopRequested
+from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
 from trainer.program.program import Program
 from trainer.run.run_data import RunData
 from trainer.world import World
@@ -29,7 +30,7 @@ class Weights(Protocol):
   def where(self) -> str:
     """The place, in words."""
 
-  def check(self, cfg: ModelSection) -> None:
+  def require_model(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
 
   def load(self, abstract: Params, world: World) -> Params:
@@ -93,12 +94,16 @@ class Plugin:
 
 @dataclasses.dataclass(frozen=True)
 class Extensions:
-  """What the command or the library adds to the core: plug-ins, and functions that need parts above the core."""
+  """What the command or the library adds to the core: plug-ins, and functions that need parts above the core. What
+  the caller of the library gives in the place of keys: data, functions, a schedule and an optimizer."""
 
   plugins: tuple[type[Plugin], ...] = ()
   open_weights: Callable[[str, World], Weights] | None = None  # what load_parameters_path names; raises ConfigError
   # The configuration with a policy in the place of remat_policy=auto, and a line for the log. Raises ConfigError.
   choose_remat: Callable[[Config, Cluster, Callable[[str], None]], tuple[Config, str]] | None = None
+  source: Any = None  # to train on, see `run_data.open_data`
+  callbacks: tuple[Callable[[StepRecord], object], ...] = ()  # get the record of each step
+  user_optimizer: UserOptimizer = NO_OVERRIDES
 
 
 class Plugins:

@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import secrets
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
-from input_pipeline import remote
-from trainer import world as world_lib
-from trainer.checkpoint import disk_space, run_id
+from trainer.checkpoint import run_id
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
-from trainer.checkpoint.together import on_primary
 from trainer.cluster import Cluster
-from trainer.config import cli, counts
-from trainer.config.errors import ConfigError
+from trainer.config import cli
 from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config
-from trainer.elastic import flips, retry
 from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.program_cache import CachedProgram, ProgramCache
 from trainer.observe import environment, files, lock
@@ -33,79 +28,48 @@ from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
-from trainer.observe.metrics import Metrics, StepRecord
+from trainer.observe.metrics import Metrics
 from trainer.observe.progress_bar import Progress
 from trainer.observe.watchdog import Watchdog
-from trainer.parallel import memory
 from trainer.process.stop import Stop
 from trainer.program import program
-from trainer.program.optimizers import NO_OVERRIDES, UserOptimizer
 from trainer.program.program import Program
-from trainer.run import run_data
 from trainer.run.announce import announce, next_commands
-from trainer.run.plugins import NO_EXTENSIONS, Extensions, Opened, Plugins, Weights
+from trainer.run.plugins import Opened
+from trainer.run.prepare import Prepared
 from trainer.world import SINGLE_WORLD
-
-
-@dataclasses.dataclass(frozen=True)
-class LibraryOverrides:
-  """What the caller of the library gives in the place of keys: a source to train on, functions that get the record of
-  each step, a schedule and an optimizer. With the extensions of the command or the library."""
-
-  source: Any = None
-  callbacks: tuple[Callable[[StepRecord], object], ...] = ()
-  user_optimizer: UserOptimizer = NO_OVERRIDES
-  extensions: Extensions = NO_EXTENSIONS
-
-
-NO_LIBRARY_OVERRIDES = LibraryOverrides()
 
 
 class Session:
   """A run in this process: its configuration, its slices, its open records and data. Outlives the attempts."""
 
-  def __init__(
-    self,
-    config: Config,
-    cluster: Cluster,
-    stop: Stop,
-    started: float,
-    overrides: LibraryOverrides,
-    stack: contextlib.ExitStack,
-  ) -> None:
-    """Checks that the program fits the devices, and opens the data and the run's folder. `stack` closes them. started:
-    time.monotonic() when the process began. Raises ConfigError for wrong input, before the run's folder is created."""
+  def __init__(self, prepared: Prepared, stop: Stop, started: float, stack: contextlib.ExitStack) -> None:
+    """Opens the run's folder. `stack` closes what is open. started: time.monotonic() when the process began. Raises
+    ConfigError if the run cannot have the folder."""
+    config, cluster = prepared.config, prepared.cluster
     self.config, self.cluster, self.stop, self.started = config, cluster, stop, started
     self.attempts, self.was_ready, self.wrote_config = 0, False, False
-    injected = retry.check(cluster, config.elastic, config.run.steps)
-    prog = self.full_program = _full_program(config, cluster, overrides.user_optimizer)
-    flips.check(injected, state_tree.flatten(prog.state.params), state_tree.flatten(prog.state.opt_state))
-    # The source of load_parameters_path, which a new run starts from; None: random parameters.
-    self.parameters = _parameters(config, cluster, overrides.extensions)
-    notes = overrides.user_optimizer.lines()  # for the log, which is not open yet
-    batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
-    data = self.data = stack.enter_context(run_data.open_data(config, batch, notes.append, overrides.source))
-    data.identify(overrides.user_optimizer.identity(prog.state.opt_state), cluster.world)
-    self.plugins = Plugins([plugin(config, data) for plugin in overrides.extensions.plugins])
+    self.data, self.plugins, self.weights = prepared.data, prepared.plugins, prepared.weights
     self._open_records(stack)
-    self.metrics.callbacks += overrides.callbacks
-    build = functools.partial(program.of_view, config, user_optimizer=overrides.user_optimizer)
+    self.metrics.callbacks += prepared.callbacks
+    full = prepared.program
+    build = functools.partial(program.of_view, config, user_optimizer=full.user_optimizer)
     counter = stack.enter_context(CompileCounter())
     self.programs = ProgramCache(build, self._compile_step, self.events, self.log, counter)
-    self.programs.topologies[cluster.view(cluster.slices).slices] = CachedProgram(prog)
+    self.programs.topologies[cluster.view(cluster.slices).slices] = CachedProgram(full)
     self.elastic = ElasticRun(
       config.elastic,
       cluster,
       self.log,
       self.events,
       self.programs,
-      injected,
+      prepared.faults,
       steps=config.run.steps,
-      units=prog.plan.units,
-      tokens_per_step=data.tokens_per_step,
-      state_bytes=state_tree.state_bytes(prog.state),
+      units=full.plan.units,
+      tokens_per_step=self.data.tokens_per_step,
+      state_bytes=state_tree.state_bytes(full.state),
     )
-    for line in notes:
+    for line in prepared.notes:
       self.log.line(line)
     cluster.on_role(self.change_role)
 
@@ -268,55 +232,16 @@ class Session:
 
 @contextlib.contextmanager
 def open_session(
-  config: Config,
-  cluster: Cluster,
-  stop: Stop,
-  started: float,
-  origins: Mapping[str, str] | None = None,
-  overrides: LibraryOverrides = NO_LIBRARY_OVERRIDES,
+  prepared: Prepared, stop: Stop, started: float, origins: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Session]:
   """Opens the run, announces it, and closes all at the end. origins: where each key was given, for the report. Raises
   as Session."""
   with contextlib.ExitStack() as stack:
-    session = Session(config, cluster, stop, started, overrides, stack)
-    announce(config, cluster, session.full_program, session.data, session.log, session.events, origins or {})
+    session = Session(prepared, stop, started, stack)
+    announce(prepared, session.log, session.events, origins)
     stack.enter_context(session.progress)
     session.watchdog.start()
     yield session
-
-
-def _full_program(config: Config, cluster: Cluster, user_optimizer: UserOptimizer) -> Program:
-  """The program of all slices. Raises ConfigError if the run would not fit this machine or its disks, and
-  CheckpointError if its store does not answer."""
-  on_primary(cluster.world, lambda: remote.require_bucket(config.run_directory, config.run_directory))
-  full_program = program.of_view(config, cluster.view(cluster.slices), user_optimizer)
-  state = full_program.state
-  # In a round of local steps the host keeps the state: on a CPU, in the memory of the devices.
-  keeps = full_program.outer is not None and full_program.mesh.devices.flat[0].platform == "cpu"
-  held = [state, dataclasses.replace(state, outer=None)] if keeps else [state]
-  memory.require_fit(held, counts.parameter_count(config.model), cluster.kind)
-  disk_space.require_locks(config)
-  return full_program
-
-
-def _parameters(config: Config, cluster: Cluster, extensions: Extensions) -> Callable[[], Weights] | None:
-  """Opens the source of load_parameters_path at its first call. A new run opens it now, and checks it."""
-  place, open_weights = config.run.load_parameters_path, extensions.open_weights
-  if not place:
-    return None
-  if open_weights is None:
-    raise ConfigError(f"load_parameters_path={place}: this program reads no weights.\nStart it as python -m trainer.")
-
-  @functools.cache
-  def opened() -> Weights:
-    source = open_weights(place, cluster.world)
-    source.check(config.model)
-    return source
-
-  begun = cluster.world.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
-  if not world_lib.from_primary(cluster.world, begun):
-    opened()
-  return opened
 
 
 def _name_rejected(run_directory: str, log: Log) -> None:

@@ -114,7 +114,7 @@ class WeightSource:
   def longest(self) -> int:
     return hf_config.longest(self.model, self.data)
 
-  def check(self, cfg: ModelSection) -> None:
+  def require_model(self, cfg: ModelSection) -> None:
     """Raises ConfigError with all keys of `cfg` that do not fit these weights."""
     compared = _SIZES + (_ROPE if self.model.rope_type == cfg.rope_type == "llama3" else [])
     compared += _EXPERTS if max(self.model.num_experts, cfg.num_experts) > 1 else []

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from tests.support import toy_state
 
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.emergency import Emergency, folder
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.world import SingleWorld
@@ -210,7 +210,7 @@ def test_tiers_take_the_newest_of_both(tmp_path):
   assert (restored.step, restored.tier, restored.path) == (
     8,
     "emergency",
-    f"{folder(tmp_path / 'ram', run)}/{run_id.read(run)}/8",
+    f"{folder(tmp_path / 'ram', run)}/{run_folder.read(run)}/8",
   )
   toy_state.assert_same_bits(restored.state, toy_state.values(8))
   for path in (tmp_path / "ram").glob("*/*/8.*"):
@@ -236,7 +236,7 @@ def saved_run(path):
   for step in (1, 2, 3):
     t.save(step, toy_state.state(step), {"tokens": step})
   t.close()
-  return run_id.read(str(path / "out" / "run"))
+  return run_folder.read(str(path / "out" / "run"))
 
 
 def test_a_new_run_folder_does_not_continue_from_local_copies_of_the_deleted_one(tmp_path):

@@ -24,7 +24,7 @@ from tests.support.command import ROOT, cpu_environment
 from input_pipeline import data_files, documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
-from trainer.checkpoint import retention, run_id, together
+from trainer.checkpoint import retention, run_folder, together
 from trainer.checkpoint.backup import Candidate
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
@@ -164,7 +164,7 @@ def test_libraries_print_no_tracebacks_of_what_they_raise(monkeypatch):
 
 
 def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):
-  run_id.establish(str(tmp_path), SingleWorld())
+  run_folder.establish(str(tmp_path), SingleWorld())
 
   def stale(*args, **options):
     raise OSError(errno.ESTALE, "Stale file handle")
@@ -173,9 +173,9 @@ def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):
   with monkeypatch.context() as patch:
     patch.setattr(Path, "stat", stale)
     with pytest.raises(StorageError, match="Stale file handle"):
-      run_id.require(str(tmp_path), "another", "step 7 could not be saved")
+      run_folder.require(str(tmp_path), "another", "step 7 could not be saved")
   with pytest.raises(CheckpointError, match="was moved, deleted or replaced"):
-    run_id.require(str(tmp_path), "another", "step 7 could not be saved")
+    run_folder.require(str(tmp_path), "another", "step 7 could not be saved")
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -389,7 +389,7 @@ def test_there_is_one_check_of_addresses(tmp_path, monkeypatch, capsys, address)
 
   monkeypatch.chdir(tmp_path)
   if address == "gs:bucket":  # the name of a folder here
-    assert run_id.folder(address) == Place(f"{tmp_path}/gs:bucket")
+    assert run_folder.folder(address) == Place(f"{tmp_path}/gs:bucket")
     return
   (tmp_path / "hf").mkdir()
   keys = ["configs/quickstart.yml", "dataset_type=text", f"dataset_path={ROOT / 'README.md'}"]

@@ -21,7 +21,7 @@ from tests.support import toy_state
 
 import trainer
 from input_pipeline.storage import StorageError
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
@@ -211,13 +211,15 @@ def test_wrong_shape_and_missing_array_are_rejected_with_their_names(tmp_path):
 def test_a_run_folder_that_was_moved_away_fails_the_save_and_is_not_made_again(tmp_path, replaced):
   run = tmp_path / "base" / "run"
   tier = Persistent(
-    str(run / "checkpoints"), toy_state.config(), RunContext(SingleWorld(), run_id.establish(str(run), SingleWorld()))
+    str(run / "checkpoints"),
+    toy_state.config(),
+    RunContext(SingleWorld(), run_folder.establish(str(run), SingleWorld())),
   )
   tier.save(1, toy_state.state(1), {})
   tier.wait()
   run.parent.rename(tmp_path / "moved")
   if replaced:
-    run_id.establish(str(run), SingleWorld())
+    run_folder.establish(str(run), SingleWorld())
   with pytest.raises(CheckpointError, match="was moved, deleted or replaced during the run"):
     tier.save(2, toy_state.state(2), {})
   tier.close()

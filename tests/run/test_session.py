@@ -14,10 +14,10 @@ from tests.support import needs
 
 from trainer import config as config_lib
 from trainer import defaults
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.errors import CheckpointError
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import ConfigError
-from trainer.observe import lock
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
 from trainer.process.stop import Stop
@@ -141,7 +141,8 @@ def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
   """It creates no folder, and changes nothing in the folder of another run."""
   folder, identity = tmp_path / "run", "0123456789ab"
   with opened(tmp_path, world=SecondaryWorld()) as session, contextlib.ExitStack() as stack:
-    session.holds_folder = stack.enter_context(lock.held(str(folder), "launch", 1, print))
+    is_ours = stack.enter_context(run_folder.held(str(folder), "launch", 1, print))
+    session.folder = run_folder.RunFolder(str(folder), session.folder.run_id, is_ours)
     (folder / "run_id").write_text(identity)
     (folder / "log.txt").write_text("of the first primary\n")
     if place in ("deleted", "of another run"):
@@ -149,7 +150,7 @@ def test_the_next_primary_writes_only_in_the_folder_of_its_run(tmp_path, place):
     elif place != "its own":
       folder.rename(tmp_path / "elsewhere")
     if place.startswith("of another"):
-      stack.enter_context(lock.held(str(folder), "second", 1, print))
+      stack.enter_context(run_folder.held(str(folder), "second", 1, print))
       (folder / "run_id").write_text(identity if place == "of another launch" else "ba9876543210")
       (folder / "log.txt").write_text("of another run\n")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}

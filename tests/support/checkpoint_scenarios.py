@@ -19,7 +19,7 @@ from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from input_pipeline.tally import Tally
 from trainer import world as world_lib
-from trainer.checkpoint import emergency, run_id
+from trainer.checkpoint import emergency, run_folder
 from trainer.checkpoint.backups import Backups
 from trainer.checkpoint.errors import NonFiniteState
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
@@ -122,7 +122,7 @@ def swap(path: Path) -> None:
 
 def damage(path: Path) -> None:
   if jax.process_index() == 1:
-    file = emergency.folder(str(host(path)), str(path / "run")) / run_id.read(str(path / "run")) / "3.s0.p1.bin"
+    file = emergency.folder(str(host(path)), str(path / "run")) / run_folder.read(str(path / "run")) / "3.s0.p1.bin"
     data = bytearray(file.read_bytes())
     data[0] ^= 1
     file.write_bytes(data)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from trainer.checkpoint import run_id as run_id_lib
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.backups import Backups
 from trainer.config.schema import CheckpointSection
@@ -122,7 +122,7 @@ def backups(
 ) -> Backups:
   """The backups of a run. run_id: default: the id is read from the run's folder, or created there."""
   if run_id is None:
-    run_id = run_id_lib.establish(run_directory, world)
+    run_id = run_folder.establish(run_directory, world)
   context = (recorder or Recorder()).context(world, run_id)
   return Backups(cfg, run_directory, context, slices, snapshots)
 

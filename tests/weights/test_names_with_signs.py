@@ -9,7 +9,7 @@ from tests.support import chats, hf_folders
 
 from input_pipeline import data_files, datasets
 from input_pipeline.options import DataOptions
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.config.schema import Config
@@ -26,14 +26,14 @@ def run(tmp_path):
 
 
 def test_a_run_may_have_the_name_of_a_step(run, tmp_path):
-  assert run_id.split(run) == (run, "") and run_id.split(f"{run}@5") == (run, "5")
+  assert run_folder.split(run) == (run, "") and run_folder.split(f"{run}@5") == (run, "5")
   for place in (run, f"{run}@5", f"{run}/"):
     assert sources.open_source(place).directory.rstrip("/") == run
     assert stored_arrays.entries(place)
     assert Model.from_run(place).longest
-  assert run_id.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
+  assert run_folder.split(f"{tmp_path}/y@6") == (f"{tmp_path}/y", "6")
   with pytest.raises(ConfigError, match=r"'six' is not the number of a step"):
-    run_id.split(f"{run}@six")
+    run_folder.split(f"{run}@six")
   with pytest.raises(ConfigError, match=f"Give {run}@5."):
     sources.open_source(f"{run}/checkpoints/5/")
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import jax
 
 from input_pipeline import storage
-from trainer.checkpoint import background, retention, s3, step_folders
-from trainer.checkpoint import run_id as run_id_lib
+from trainer.checkpoint import background, retention, run_folder, s3, step_folders
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.background import Background
 from trainer.checkpoint.backup import Accept, Candidate, RunContext, committed
@@ -141,7 +140,7 @@ class Persistent(StepFolders):
   def _check_run_folder(self, step: int) -> None:
     if self._run_id:
       what = f"step {step} could not be saved in {self.directory}"
-      run_id_lib.require(str(self.directory.parent), self._run_id, what)
+      run_folder.require(str(self.directory.parent), self._run_id, what)
 
   def wait(self) -> None:
     """Returns when the save in flight is committed. Raises SaveFailed, NonFiniteState or CheckpointError."""

@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 from input_pipeline.locks import FolderLock
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
-from trainer.checkpoint import checksums
-from trainer.checkpoint import run_id as run_id_lib
+from trainer.checkpoint import checksums, run_folder
 from trainer.checkpoint.backup import LogLine
 from trainer.checkpoint.errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
@@ -53,7 +52,7 @@ class StepFolders:
   """Lists, verifies, deletes and moves {directory}/{step}."""
 
   def __init__(self, directory: str, world: World, log: LogLine) -> None:
-    self.directory = run_id_lib.folder(directory)
+    self.directory = run_folder.folder(directory)
     self._world, self._log = world, log
     self._unusable: set[str] = set()  # rejected folders that could not be moved away: a save may overwrite them
     self._writing: FolderLock | None = None  # while this process writes a step

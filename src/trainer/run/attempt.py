@@ -60,7 +60,7 @@ class Attempt:
     self.wait = session.elastic.waits_on(view, session.watchdog.late_after, lambda: session.stop.noticed)
     run = RunContext(
       cluster.world,
-      session.run_id,
+      session.folder.run_id,
       self.wait.call if cluster.is_behind_proxy else None,
       log=session.log.line,
       warn=session.log.warning,

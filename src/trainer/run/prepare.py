@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from input_pipeline import remote
 from trainer import world as world_lib
-from trainer.checkpoint import disk_space, run_id
+from trainer.checkpoint import disk_space, run_folder
 from trainer.checkpoint.arrays import state_tree
 from trainer.checkpoint.together import on_primary
 from trainer.cluster import Cluster
@@ -87,7 +87,7 @@ def _weights(config: Config, cluster: Cluster, extensions: Extensions) -> Callab
     source.require_model(config.model)
     return source
 
-  begun = cluster.world.is_primary and (run_id.folder(config.run_directory) / run_id.FILE).exists()
+  begun = cluster.world.is_primary and (run_folder.folder(config.run_directory) / run_folder.FILE).exists()
   if not world_lib.from_primary(cluster.world, begun):
     opened()
   return opened

@@ -5,25 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint, state_tree
 from trainer.checkpoint.errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
-from trainer.cluster import Cluster
 from trainer.config import cli
 from trainer.config.files import CONFIG_FILE
-from trainer.config.schema import Config
 from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.program_cache import CachedProgram, ProgramCache
-from trainer.observe import environment, files, lock
+from trainer.observe import environment, files
 from trainer.observe import log as log_lib
 from trainer.observe.compiles import CompileCounter
 from trainer.observe.events import EventLog
@@ -79,13 +76,10 @@ class Session:
     writes, directory = cluster.is_primary, config.run_directory
     log = self.log = log_lib.get(directory, is_primary=writes)
     stack.callback(log.close)
-    self.holds_folder = stack.enter_context(_lock(config, cluster, log))  # of lock.held
+    self.folder = stack.enter_context(run_folder.opened(config, cluster, log.line))
     events = self.events = EventLog(directory, config.run.run_name, is_primary=writes)
     stack.callback(events.close)
-    self.run_id = ""  # without checkpoints
-    if config.checkpoint.enable_checkpointing:
-      self.run_id = run_id.establish(directory, cluster.world, cluster.launch_id)
-    self.plugins.open(Opened(config, cluster, self.data, log, events, self.run_id), stack)
+    self.plugins.open(Opened(config, cluster, self.data, log, events, self.folder.run_id), stack)
     self.metrics = Metrics(
       directory,
       events,
@@ -150,7 +144,7 @@ class Session:
         record.hand_over()
       return
     try:
-      self.require_folder(f"the records after step {self.metrics.last_step} could not be taken over")
+      self.folder.require(f"the records after step {self.metrics.last_step} could not be taken over")
     except OSError as error:  # storage fails now: the records wait in memory
       print(f"warning: {error}", file=sys.stderr)
     waited = self.metrics.seconds_since_last_record
@@ -159,13 +153,6 @@ class Session:
     for missing in self.metrics.take_over():
       self.progress.step(missing)
     self.events.emit("primary", step=self.metrics.last_step, host=environment.host(), seconds=waited)
-
-  def require_folder(self, what: str) -> None:
-    """Raises CheckpointError, which begins with `what`, if the run's folder was moved or is another run's now."""
-    if self.run_id:
-      run_id.require(self.config.run_directory, self.run_id, what)
-    if not self.holds_folder():
-      raise CheckpointError(f"{what}: {self.config.run_directory} was moved or deleted, or another launch uses it now")
 
   def finish(self, code: int, *, is_command: bool = False) -> None:
     """Records the end of the process with its exit code; for a complete run also what plug-ins add, and, unless a
@@ -177,7 +164,7 @@ class Session:
     if not self.cluster.is_primary:
       return
     try:
-      self.require_folder("No report is written")
+      self.folder.require("No report is written")
       if self.was_ready and not self.wrote_config:
         self._write_config()
       if self.config.checkpoint.enable_checkpointing:
@@ -249,12 +236,3 @@ def _name_rejected(run_directory: str, log: Log) -> None:
   if found := StepFolders(f"{run_directory}/checkpoints", SINGLE_WORLD, log.line).rejected():
     names = "; ".join(f"{path} ({reason})" for path, reason in found.items())
     log.line(f"Damaged checkpoints are kept: {names}. Delete them if nobody wants to look at them.")
-
-
-def _lock(config: Config, cluster: Cluster, log: Log) -> contextlib.AbstractContextManager[Callable[[], bool]]:
-  """The lock of the run's folder, where this process writes the run's files now, or may one day."""
-  if not cluster.is_primary and cluster.recovers_in_process:
-    return contextlib.nullcontext(lambda: True)
-  grace = config.checkpoint.autocheckpoint_grace_seconds  # that a predecessor which is stopping may need
-  launch, joins = cluster.launch_id or secrets.token_hex(6), cluster.joins
-  return lock.held(config.run_directory, launch, grace, log.line, joins=joins)

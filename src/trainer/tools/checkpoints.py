@@ -20,7 +20,7 @@ from rich.filesize import decimal
 from input_pipeline import storage
 from input_pipeline.places import Place
 from trainer import commands
-from trainer.checkpoint import checksums, run_id
+from trainer.checkpoint import checksums, run_folder
 from trainer.checkpoint.errors import Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
 from trainer.config.errors import ConfigError
@@ -54,7 +54,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def describe(run: str, *, verify: bool = False) -> Iterator[str]:
   """The lines that the tool prints. Raises ConfigError if `run` is not the folder of a run."""
-  folder = run_id.folder(run)
+  folder = run_folder.folder(run)
   events = read_events(run)
   if not events and not (folder / "checkpoints").exists():
     raise ConfigError(f"{run} is not the folder of a run. Give base_output_directory/run_name")
@@ -109,7 +109,7 @@ def _local_copies(run: str, events: Sequence[dict[str, Any]]) -> Iterator[SavedE
     return
   from trainer.checkpoint.local_copies import ENTRY, folder  # imports jax
 
-  place, mine = folder(root, run), run_id.read(run)
+  place, mine = folder(root, run), run_folder.read(run)
   for path in sorted(place.iterdir()) if place.is_dir() else ():
     found: dict[str, list[Any]] = {}
     for file in path.iterdir() if path.is_dir() else ():

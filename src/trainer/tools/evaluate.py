@@ -26,10 +26,10 @@ def main(argv: list[str] | None = None) -> int:
 
 def _evaluate(place: str, keys: Sequence[str]) -> None:
   cluster.check_environment()
-  from trainer.checkpoint import run_id
+  from trainer.checkpoint import run_folder
   from trainer.checkpoint.errors import ConfigMismatch
 
-  directory, _ = run_id.split(place)
+  directory, _ = run_folder.split(place)
   config = trainer.load(f"{directory}/{CONFIG_FILE}", "cluster=simulated", *keys)
   if config.observe.eval_steps == 0:
     raise trainer.ConfigError("eval_steps=0: nothing would be evaluated. Give eval_steps=N, the batches of each set.")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from trainer.checkpoint import checksums, run_id
+from trainer.checkpoint import checksums, run_folder
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
@@ -193,7 +193,7 @@ def _lend(source: str, target: Path) -> None:
   if "://" not in source:
     target.symlink_to(os.path.abspath(source))
     return
-  folder = run_id.folder(source)
+  folder = run_folder.folder(source)
   for name in checksums.walk(folder):
     (target / name).parent.mkdir(parents=True, exist_ok=True)
     (target / name).write_bytes((folder / name).read_bytes())

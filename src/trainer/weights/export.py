@@ -15,7 +15,7 @@ from rich.filesize import decimal
 import trainer
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.errors import Rejected
 from trainer.config.errors import ConfigError
@@ -162,7 +162,7 @@ def _verified_array(source: WeightSource, name: str) -> np.ndarray:
 
 def _write_tokenizer(source: WeightSource, folder: Any, tokenizer: Tokenizer | None) -> dict[str, Any]:
   """Writes the tokenizer's files and generation_config.json; returns the ids of the tokens around documents."""
-  sources.copy_tokenizer(run_id.folder(source.tokenizer_folder), folder)
+  sources.copy_tokenizer(run_folder.folder(source.tokenizer_folder), folder)
   file = folder / sources.GENERATION
   generation = sources.read_json(file) if file.exists() else {}
   ends = {key: generation.get(key) for key in sources.ENDS}

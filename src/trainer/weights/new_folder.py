@@ -11,7 +11,7 @@ from pathlib import Path
 from input_pipeline import remote
 from input_pipeline.locks import FolderLock
 from input_pipeline.places import Place
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.config.errors import ConfigError
 
 _CLAIM = "unfinished."  # and some digits: a file in a folder of an object store while a process writes there
@@ -25,7 +25,7 @@ def new_folder(path: str) -> Iterator[Place]:
   readers look for last. Raises ConfigError if `path` has files already, if another process writes it now, or if the
   storage fails.
   """
-  target = run_id.folder(path.rstrip("/"))
+  target = run_folder.folder(path.rstrip("/"))
   remote.require_bucket(path, target.address)
   try:
     _require_new(target)

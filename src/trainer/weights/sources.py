@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from input_pipeline.locks import FolderLock
 from input_pipeline.options import DataOptions
 from input_pipeline.places import Place
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import verified_load
 from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.errors import CheckpointError, Rejected
@@ -153,7 +153,7 @@ def use(place: str, work: Callable[[WeightSource], X]) -> X:
       if not source.is_gone():
         raise
       gone = f"{source.where}: retention has deleted this checkpoint while it was read"
-      if run_id.split(place)[1]:
+      if run_folder.split(place)[1]:
         raise ConfigError(f"{gone}. Name a step that stays, or raise max_num_checkpoints_to_keep.") from error
       warn(f"{gone}. Reading the newest one.")
   raise ConfigError(f"{gone}, as {_TRIES - 1} before it. Raise max_num_checkpoints_to_keep, or read a copy of one.")
@@ -164,8 +164,8 @@ def open_source(place: str, world: World = SINGLE_WORLD) -> WeightSource:
 
   Raises ConfigError, which names what is missing or wrong there. Verifies the files of a checkpoint.
   """
-  directory, step = run_id.split(place)
-  folder = run_id.folder(directory)
+  directory, step = run_folder.split(place)
+  folder = run_folder.folder(directory)
   try:
     if not step and (folder / CONFIG).exists():
       return _hugging_face(folder)

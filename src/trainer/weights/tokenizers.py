@@ -10,7 +10,7 @@ from input_pipeline import chat_template
 from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.options import DataOptions
 from input_pipeline.tokenizer import BpeTokenizer, ByteTokenizer, Tokenizer, load_bpe
-from trainer.checkpoint import run_id
+from trainer.checkpoint import run_folder
 from trainer.config.errors import ConfigError
 from trainer.observe import files
 from trainer.run.plugins import Plugin
@@ -33,11 +33,11 @@ def keep(run_directory: str, tokenizer: Tokenizer | None, source: str = "") -> N
   The other files of the source's tokenizer, such as its chat template, are kept if the run uses the same tokenizer.
   """
   target = f"{run_directory}/{sources.TOKENIZER}"
-  if not isinstance(tokenizer, BpeTokenizer) or (run_id.folder(target) / _TOKENIZER).exists():
+  if not isinstance(tokenizer, BpeTokenizer) or (run_folder.folder(target) / _TOKENIZER).exists():
     return
   kept: dict[str, str | bytes] = {}
   if source:
-    folder = run_id.folder(run_id.split(source)[0])
+    folder = run_folder.folder(run_folder.split(source)[0])
     theirs = folder if (folder / sources.CONFIG).exists() else folder / sources.TOKENIZER
     if _same_tokenizer(theirs / _TOKENIZER, tokenizer):
       kept = {name: (theirs / name).read_bytes() for name in sources.TOKENIZER_FILES if (theirs / name).exists()}
@@ -72,7 +72,7 @@ def _of_chats(tokenizer: ChatTokenizer, kept: Mapping[str, str | bytes]) -> dict
 
 def of_source(source: WeightSource) -> Tokenizer:
   """The tokenizer of a run or a Hugging Face folder. Raises ConfigError if it cannot be found."""
-  file, cfg = run_id.folder(source.tokenizer_folder) / "tokenizer.json", source.data or _of_export(source)
+  file, cfg = run_folder.folder(source.tokenizer_folder) / "tokenizer.json", source.data or _of_export(source)
   if file.exists() or cfg.tokenizer_path:
     return load_bpe(str(file) if file.exists() else cfg.tokenizer_path, cfg.bos_token, cfg.eos_token)
   if source.data is not None and cfg.tokenizer_type == "byte":
@@ -94,14 +94,14 @@ def of_chats(folder: str, tokenizer: Tokenizer) -> ChatTokenizer:
 
 def _of_export(source: WeightSource) -> DataOptions:
   """The tokens around documents that the run of an export had; the defaults for other folders."""
-  marker = run_id.folder(source.directory) / sources.MARKER
+  marker = run_folder.folder(source.directory) / sources.MARKER
   told = sources.read_json(marker) if marker.exists() else {}
   return DataOptions(**{key: told.get(key, "") for key in sources.TOKENS})
 
 
 def stop_ids(folder: str, tokenizer: Tokenizer) -> frozenset[int]:
   """The ids that end a text: the tokenizer's, and the ids in generation_config.json of `folder`."""
-  file = run_id.folder(folder) / sources.GENERATION
+  file = run_folder.folder(folder) / sources.GENERATION
   generation = sources.read_json(file) if file.exists() else {}
   return frozenset([tokenizer.eos_id, *named_stop_ids(generation)])
 

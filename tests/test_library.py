@@ -30,7 +30,7 @@ from tests.support.elastic_harness import cached_in
 from tests.support.wheel import build_once, run_in
 
 import trainer
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.program import optimizers
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "library.md"

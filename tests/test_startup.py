@@ -17,7 +17,7 @@ from tests.support.seeds import few
 
 import trainer
 from trainer import __main__, app
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from trainer.elastic import retry

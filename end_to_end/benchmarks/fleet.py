@@ -43,11 +43,11 @@ import numpy as np
 from worlds.exchange import PeerLost
 from worlds.exchange.plan import pieces
 from worlds.join import join
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.peers import MembershipChanged, Peers
 from worlds.place import Place
 from worlds.supervisor import Supervisor
-from worlds.workers import MemberProgram
+from worlds.worker_processes import MemberProgram
 
 PHASES = 3  # steps whose values differ
 WARM_UP = 5  # steps before the first one that is measured

@@ -33,7 +33,7 @@ from hypothesis import strategies as st
 from tests.support import chats
 
 from input_pipeline.loader import Loader, make_loader
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config.schema import Config, DataSection
 from trainer.elastic import batch_plan
 from trainer.run import run_data

@@ -31,7 +31,7 @@ from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.faults import Fault, RandomFaults, parse
 from trainer.config.schema import ClusterSection
 from trainer.elastic import wait
-from trainer.elastic.faults import draw
+from trainer.elastic.fault_injector import draw
 from trainer.run.session import Session
 
 STEPS = 12

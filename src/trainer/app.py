@@ -56,7 +56,7 @@ def run(
     cluster_lib.check_environment()
     from input_pipeline.workers import WorkerLost
     from pathways_standin.process import StandinLost
-    from trainer.checkpoint.errors import CheckpointError
+    from trainer.checkpoint.checkpoint_errors import CheckpointError
     from trainer.config import ConfigError
     from trainer.elastic import retry
     from trainer.process import compilation_cache, file_limit
@@ -96,7 +96,7 @@ def run(
 def _not_opened(error: Exception, is_reported: Callable[[], bool], tell: Callable[[str], None]) -> Ended:
   """The end of a process whose run was never open."""
   from input_pipeline import storage
-  from trainer.checkpoint.errors import CheckpointError
+  from trainer.checkpoint.checkpoint_errors import CheckpointError
   from trainer.config import ConfigError
   from worlds.peers import RunEnded
 
@@ -161,7 +161,7 @@ def _train(session: Session, tell: Callable[[str], None]) -> Ended:
 
   from input_pipeline import storage
   from trainer import train
-  from trainer.checkpoint.errors import CheckpointError, ConfigMismatch
+  from trainer.checkpoint.checkpoint_errors import CheckpointError, ConfigMismatch
   from trainer.config import ConfigError
   from trainer.elastic import retry
   from trainer.process import runtime_errors

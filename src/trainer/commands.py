@@ -45,7 +45,7 @@ def main(
   parser does not have; "": there must be none. A body checks its input before it imports jax.
   """
   from input_pipeline.workers import WorkerLost
-  from trainer.checkpoint.errors import CheckpointError, Rejected
+  from trainer.checkpoint.checkpoint_errors import CheckpointError, Rejected
 
   try:
     if rest:

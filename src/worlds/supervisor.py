@@ -19,11 +19,11 @@ from worlds.exit_codes import FAILED, INTERRUPTED, PREEMPTED
 from worlds.interruptions import Repeats, handled
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import FROM_AGENT, Message, check, message
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 from worlds.membership.wire import Channel
 from worlds.place import Place
-from worlds.workers import MemberProgram, Workers
+from worlds.worker_processes import MemberProgram, Workers
 
 _END_SECONDS = 30.0  # from the end of the run to the end of the last process
 _INTERRUPT_SECONDS = 5.0

@@ -11,7 +11,7 @@ import pytest
 from tests.support import toy_state
 
 from input_pipeline.locks import FolderLock
-from trainer.checkpoint.errors import CheckpointError, NoGoodCheckpoint
+from trainer.checkpoint.checkpoint_errors import CheckpointError, NoGoodCheckpoint
 
 
 def make(path, recorder=None, **changes):

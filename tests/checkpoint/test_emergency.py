@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tests.support import toy_state
 
 from trainer.checkpoint import run_folder
+from trainer.checkpoint.checkpoint_errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.emergency import Emergency, folder
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
 from trainer.world import SingleWorld
 
 RUN = "out/run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.checkpoint import meta
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config import resume
 from trainer.config.schema import Config
 

@@ -25,9 +25,9 @@ from input_pipeline import data_files, documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import retention, run_folder, together
-from trainer.checkpoint.backup import Candidate
-from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.checkpoint_errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
+from trainer.checkpoint.state_backup import Candidate
 from trainer.commands import print_error
 from trainer.config import ConfigError, load
 from trainer.drivers.one_controller import OneController

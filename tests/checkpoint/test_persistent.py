@@ -23,9 +23,9 @@ import trainer
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.backup import RunContext
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected
+from trainer.checkpoint.checkpoint_errors import CheckpointError, NonFiniteState, Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.state_backup import RunContext
 from trainer.world import SingleWorld
 
 ROOT = pathlib.Path(__file__).parents[2]

@@ -7,8 +7,8 @@ import pytest
 from tests.support import toy_state
 
 from trainer.checkpoint import ramdisk_size
-from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.emergency import Emergency
+from trainer.checkpoint.state_backup import RunContext
 from trainer.world import SingleWorld
 
 

@@ -14,8 +14,8 @@ from tests.support import toy_state
 
 from trainer.checkpoint import snapshot
 from trainer.checkpoint.arrays import boxes, fingerprint, verified_load
-from trainer.checkpoint.backup import Candidate
 from trainer.checkpoint.snapshot import Snapshots
+from trainer.checkpoint.state_backup import Candidate
 from trainer.world import SingleWorld
 
 

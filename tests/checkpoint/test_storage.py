@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.support import toy_state
 
-from trainer.checkpoint.errors import SaveFailed
+from trainer.checkpoint.checkpoint_errors import SaveFailed
 
 MIB = 1 << 20
 

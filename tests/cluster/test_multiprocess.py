@@ -10,7 +10,7 @@ from tests.support.command import TINY
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import message
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 from worlds.place import Place
 

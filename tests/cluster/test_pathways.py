@@ -23,7 +23,7 @@ from trainer.cluster.health import HealthChecks
 from trainer.cluster.pathways import PathwaysCluster
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection
-from trainer.elastic.events import Kind, classify
+from trainer.elastic.classification import Kind, classify
 from trainer.process import runtime_errors
 
 PROXY = {"JAX_PLATFORMS": "proxy,cpu"}

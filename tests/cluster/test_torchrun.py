@@ -15,7 +15,7 @@ from trainer.cluster import torchrun
 from trainer.cluster.torchrun import TorchrunWorker
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection, ElasticSection
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.peers import RunEnded
 
 # As torchrun --nnodes=3 --nproc-per-node=1 sets it for the worker of the second node.

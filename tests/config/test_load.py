@@ -7,7 +7,7 @@ import pytest
 
 from trainer.config import Config, ConfigError, load
 from trainer.config.cli import print_config
-from trainer.config.files import package_root
+from trainer.config.config_files import package_root
 from trainer.config.keys import preflight_options
 from trainer.config.load import load_with_origins
 from trainer.config.schema import PreflightOptions

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from trainer.config import load
+from trainer.config.config_files import package_root
 from trainer.config.counts import flops_per_token, parameter_count
-from trainer.config.files import package_root
 from trainer.config.schema import ModelSection
 
 torch = pytest.importorskip("torch", reason="the oracle needs torch (CPU)")

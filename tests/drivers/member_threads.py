@@ -20,7 +20,7 @@ from trainer.config.faults import Fault
 from trainer.config.schema import Config
 from trainer.drivers.local_rounds import LocalRounds
 from trainer.drivers.many_worlds import ManyWorlds
-from trainer.elastic.faults import FaultInjector
+from trainer.elastic.fault_injector import FaultInjector
 from trainer.program import program, state
 from trainer.program.local_steps import RoundPrograms, end_of_round
 from trainer.program.program import Halves, Program
@@ -31,7 +31,7 @@ from worlds.exchange import PeerLost
 from worlds.join import join
 from worlds.membership.client import SupervisorLost
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 from worlds.peers import RunEnded
 from worlds.place import Place

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from trainer.cluster.simulated import SimulatedCluster
-from trainer.elastic.events import SliceHang
+from trainer.elastic.classification import SliceHang
 from trainer.elastic.wait import Wait
 from trainer.observe.log import get
 from trainer.process.stop import StopRequested

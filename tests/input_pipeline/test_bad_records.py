@@ -16,7 +16,7 @@ from input_pipeline import loader as loader_lib
 from input_pipeline.batch import DataError
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
-from trainer.config import mixture
+from trainer.config import mixture_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
 
@@ -132,7 +132,7 @@ def test_a_mixture_counts_the_bad_records_of_all_sources(tmp_path):
     dataset_type="grain", grain_train_mixture_config_path=f"{tmp_path}/mixture.yml", max_target_length=24,
     dataset_cache_directory=f"{tmp_path}/cache", max_bad_records=1,
   )  # fmt: skip
-  entries = mixture.read(cfg)
+  entries = mixture_files.read(cfg)
   loader_lib.check([entry.options for entry in entries], 300)
   loader = make_loader(cfg, vocab_size=300, global_batch_size=2, split="train", mixture=entries)
   assert loader.cursor(0)["bad_records"] == 2

@@ -22,7 +22,7 @@ from input_pipeline.batch import Batch, DataError, Example
 from input_pipeline.errors import ConfigError
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config.schema import Config, DataSection
 from trainer.run import run_data
 

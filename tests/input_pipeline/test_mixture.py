@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from input_pipeline.loader import Loader, check, make_loader
 from input_pipeline.schedule import Schedule
-from trainer.config import mixture as mixture_file
+from trainer.config import mixture_files as mixture_file
 from trainer.config.errors import ConfigError
 from trainer.config.schema import DataSection
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.support.command import last_of_each
 
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.config.load import load
 from trainer.run import run_data

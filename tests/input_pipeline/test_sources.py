@@ -29,7 +29,7 @@ from tests.support.data_files import (
 from input_pipeline import prepare, tf_example
 from input_pipeline.batch import DataError
 from input_pipeline.loader import make_loader
-from trainer.config import mixture as mixture_file
+from trainer.config import mixture_files as mixture_file
 from trainer.config.errors import ConfigError
 from trainer.config.load import load as config_load
 

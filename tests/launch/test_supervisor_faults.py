@@ -18,15 +18,15 @@ from tests.support.process_runs import ProcessRun
 from trainer.cluster.launched import shared_token
 from trainer.launch import launcher_keys
 from worlds import interruptions
-from worlds import workers as workers_lib
-from worlds.agent import Agent
+from worlds import worker_processes as workers_lib
+from worlds.host_agent import Agent
 from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import message
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.place import COMMAND, TOKEN, Place
 from worlds.supervisor import Supervisor, Where
-from worlds.workers import MemberProgram, Workers
+from worlds.worker_processes import MemberProgram, Workers
 
 
 def advances(run: ProcessRun, supervisor, slices: int = 2) -> None:

@@ -15,7 +15,7 @@ from tests.support import needs
 from trainer import config as config_lib
 from trainer import defaults
 from trainer.checkpoint import run_folder
-from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.checkpoint_errors import CheckpointError
 from trainer.cluster.simulated import SimulatedCluster
 from trainer.config import ConfigError
 from trainer.observe.events import read_events

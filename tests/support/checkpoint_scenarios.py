@@ -21,7 +21,7 @@ from input_pipeline.tally import Tally
 from trainer import world as world_lib
 from trainer.checkpoint import emergency, run_folder
 from trainer.checkpoint.backups import Backups
-from trainer.checkpoint.errors import NonFiniteState
+from trainer.checkpoint.checkpoint_errors import NonFiniteState
 from trainer.parallel.mesh import DATA, FSDP, TENSOR
 from trainer.process.stop import Stop
 from trainer.program.feed import Feed

@@ -12,8 +12,8 @@ import numpy as np
 import safetensors.numpy
 
 from trainer.checkpoint.arrays import state_tree
-from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.state_backup import RunContext
 from trainer.config.schema import CheckpointSection, Config, ModelSection
 from trainer.models.decoder import DecoderFunctions, Params
 from trainer.models.layers import Kernels

@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from trainer.checkpoint import run_folder
-from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.backups import Backups
+from trainer.checkpoint.state_backup import RunContext
 from trainer.config.schema import CheckpointSection
 from trainer.world import SINGLE_WORLD, World
 

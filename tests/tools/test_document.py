@@ -7,7 +7,7 @@ import yaml
 
 from trainer.config import Config, load
 from trainer.config.cli import help_text, literal, print_config
-from trainer.config.files import package_root, read_yaml
+from trainer.config.config_files import package_root, read_yaml
 from trainer.config.keys import all_keys
 from trainer.tools.document import base_yaml, page
 

@@ -16,7 +16,7 @@ from tests.support.command import ROOT, TINY, cpu_environment
 from tests.support.seeds import few
 
 import trainer
-from trainer.checkpoint.errors import ConfigMismatch
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 from trainer.config.errors import ConfigError
 from trainer.tools import verify
 from trainer.trust import receipt, replay

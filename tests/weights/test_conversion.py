@@ -16,8 +16,8 @@ import safetensors.numpy
 from tests.support import hf_folders
 from tests.support.seeds import few
 
-from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.state_backup import RunContext
 from trainer.config.errors import ConfigError
 from trainer.config.schema import CheckpointSection, Config
 from trainer.models.decoder import DecoderFunctions

@@ -21,7 +21,7 @@ from worlds.liveness import CHECK_SECONDS, Liveness
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import message
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 
 NETWORK = ["unshare", "--user", "--map-root-user", "--net"]

@@ -16,10 +16,10 @@ from jax import Device
 from input_pipeline import storage
 from trainer.checkpoint.arrays import fingerprint
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import PATIENCE_SECONDS, Accept, Candidate, Restored, RunContext, StateBackup
+from trainer.checkpoint.checkpoint_errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, Rejected, SaveFailed
 from trainer.checkpoint.emergency import Emergency
-from trainer.checkpoint.errors import CheckpointError, ConfigMismatch, NoGoodCheckpoint, Rejected, SaveFailed
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.state_backup import PATIENCE_SECONDS, Accept, Candidate, Restored, RunContext, StateBackup
 from trainer.config.schema import CheckpointSection
 from trainer.observe.metrics import format_duration
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 
 BLOCK = 4 << 20  # bytes read at once
 

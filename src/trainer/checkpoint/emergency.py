@@ -29,9 +29,9 @@ from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes, fingerprint, from_hosts, host_copy, state_tree, verified_load
 from trainer.checkpoint.arrays.boxes import Box
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, RunContext, committed
-from trainer.checkpoint.errors import NonFiniteState, Rejected, SaveFailed
+from trainer.checkpoint.checkpoint_errors import NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.local_copies import ENTRY, Copy, Listed, LocalCopies, box_of, folder, identity
+from trainer.checkpoint.state_backup import Accept, Candidate, RunContext, committed
 from trainer.checkpoint.together import together
 from trainer.config import rules
 from trainer.config.errors import ConfigError, require

@@ -26,9 +26,9 @@ from input_pipeline.storage import is_address
 from trainer.checkpoint import checksums
 from trainer.checkpoint.arrays import boxes
 from trainer.checkpoint.arrays.boxes import Box
-from trainer.checkpoint.backup import Candidate
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.checkpoint.meta import check_meta
+from trainer.checkpoint.state_backup import Candidate
 
 NUMBER = "(0|[1-9][0-9]{0,17})"
 ENTRY = re.compile(rf"{NUMBER}\.s{NUMBER}\.p{NUMBER}\.(json|bin)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.checkpoint.errors import ConfigMismatch, Rejected
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch, Rejected
 from trainer.config.resume import ALLOWABLE, CHANGES_DATA_ORDER, CHANGES_STATE, JUDGED_BY
 from trainer.config.schema import FOLLOWING, listed
 

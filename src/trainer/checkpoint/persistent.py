@@ -21,9 +21,9 @@ from input_pipeline import storage
 from trainer.checkpoint import background, retention, run_folder, s3, step_folders
 from trainer.checkpoint.arrays import fingerprint, host_copy, single_replica, state_tree, verified_load
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.backup import Accept, Candidate, RunContext, committed
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
+from trainer.checkpoint.checkpoint_errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.checkpoint.save_barriers import NO_TIMEOUT_SECONDS, SaveBarriers
+from trainer.checkpoint.state_backup import Accept, Candidate, RunContext, committed
 from trainer.checkpoint.step_folders import UNFINISHED, StepFolders
 from trainer.checkpoint.together import together
 from trainer.config.schema import CheckpointSection

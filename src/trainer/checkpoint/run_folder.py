@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from input_pipeline import places, storage
 from input_pipeline.locks import locked
 from input_pipeline.places import Place
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.checkpoint_errors import CheckpointError, Rejected
 from trainer.checkpoint.together import on_primary
 from trainer.config.errors import ConfigError
 from trainer.observe import files

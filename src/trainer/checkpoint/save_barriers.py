@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from trainer.checkpoint.errors import SaveFailed
+from trainer.checkpoint.checkpoint_errors import SaveFailed
 
 # Orbax measures its timeouts with the wall clock, and a clock that is corrected must not fail a save. A save that
 # hangs is noticed by the watchdog and by the heartbeats of jax.distributed.

@@ -19,8 +19,8 @@ from jax import Device
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from trainer.checkpoint.arrays import boxes, fingerprint, state_tree, verified_load
-from trainer.checkpoint.backup import Accept, Candidate, Emit, LogLine
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
+from trainer.checkpoint.state_backup import Accept, Candidate, Emit, LogLine
 from trainer.parallel.mesh import DATA
 from trainer.world import World
 

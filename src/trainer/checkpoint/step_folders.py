@@ -14,9 +14,9 @@ from input_pipeline.locks import FolderLock
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
 from trainer.checkpoint import checksums, run_folder
-from trainer.checkpoint.backup import LogLine
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.checkpoint_errors import CheckpointError, Rejected
 from trainer.checkpoint.meta import check_meta
+from trainer.checkpoint.state_backup import LogLine
 from trainer.checkpoint.together import on_primary
 from trainer.observe import environment
 from trainer.world import World

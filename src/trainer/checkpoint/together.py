@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from trainer import world as world_lib
-from trainer.checkpoint.errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
+from trainer.checkpoint.checkpoint_errors import CheckpointError, NonFiniteState, Rejected, SaveFailed
 from trainer.config.errors import ConfigError
 from trainer.world import World
 

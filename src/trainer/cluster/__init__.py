@@ -14,7 +14,7 @@ from trainer.cluster.api import ProxyLost as ProxyLost
 from trainer.cluster.api import View as View
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ClusterSection, ElasticSection
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.place import COMMAND, SUPERVISOR
 
 

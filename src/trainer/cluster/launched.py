@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 from worlds import addresses
-from worlds.membership.rules import MOST_SHARES, RunRules, most_members
+from worlds.membership.run_rules import MOST_SHARES, RunRules, most_members
 from worlds.place import TOKEN, Place
 
 _HOW_TO_START = (

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from trainer.cluster import launched
 from trainer.config.errors import ConfigError
 from worlds import addresses
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import BACKLOG
 from worlds.place import TOKEN, Place
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from input_pipeline import folders, remote
 from input_pipeline.places import Place
 from input_pipeline.storage import is_address
-from trainer.config import files, paths, validate
+from trainer.config import config_files, paths, validate
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import (
   DILOCO,
@@ -55,7 +55,7 @@ def load_with_origins(
   """
   if isinstance(argv, str) or not all(isinstance(argument, str) for argument in argv):
     raise TypeError(f"load takes a list of arguments, such as ['configs/base.yml', 'steps=5'], not {argv!r}")
-  files.check_current_folder()
+  config_files.check_current_folder()
   path, given = _read(argv, repeats)
   given.update(_model_values(given, path))
   if not given.get("run_name", Given("", "")).value:
@@ -85,7 +85,7 @@ def _read(argv: Sequence[str], repeats: bool) -> tuple[Path | Place, dict[str, G
       remote.require_address(argv[0], argv[0])
       path = Place(argv[0])
     else:
-      path = files.find(argv[0], files.search_folders(), "config file")
+      path = config_files.find(argv[0], config_files.search_folders(), "config file")
     lower = _read_with_parents(path, ())
   command = _command_line(argv, problems, repeats)
   problems.raise_any()
@@ -107,7 +107,7 @@ def _command_line(argv: Sequence[str], problems: Problems, repeats: bool) -> dic
     with problems.collect():
       if name.replace("_", "-").lstrip("-") == "print-config":
         raise ConfigError(f"{shorten(argument)}: --print-config takes no value.\nWrite --print-config alone.")
-      if name == files.PARENT_KEY:
+      if name == config_files.PARENT_KEY:
         raise ConfigError(f"{shorten(argument)}: {name} belongs in a YAML file, not here.\nWrite it in {argv[0]}.")
       if not name or not (equals or argument.startswith("-") or is_answered(name)):
         raise ConfigError(f"{shorten(argument)}: expected key=value after the config file.\n{USAGE}")
@@ -138,9 +138,9 @@ def _read_with_parents(path: Path | Place, children: tuple[str, ...], *, of_mode
   """The values of a YAML file over those of its base_config, which may have a base_config too. of_model: the file that
   model_name names."""
   if os.path.realpath(path) in children:
-    raise ConfigError(f"{files.shown(path)}: its base_config leads back to itself.\nRemove a base_config line.")
-  raw = files.read_yaml(path)
-  parent, _ = raw.pop(files.PARENT_KEY, ("", ""))
+    raise ConfigError(f"{config_files.shown(path)}: its base_config leads back to itself.\nRemove a base_config line.")
+  raw = config_files.read_yaml(path)
+  parent, _ = raw.pop(config_files.PARENT_KEY, ("", ""))
   problems = Problems()
   values: dict[str, Given] = {}
   # base.yml, an edited copy of it, and config.yml of a run list every model key.
@@ -148,11 +148,11 @@ def _read_with_parents(path: Path | Place, children: tuple[str, ...], *, of_mode
   entries = _typed(raw, problems, of_model=of_model or is_table)
   with problems.collect():
     if parent is None:
-      raise ConfigError(f"{files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
+      raise ConfigError(f"{config_files.shown(path)}: base_config is a list or a mapping.\nGive one file.")
     if parent:
       beside = [] if isinstance(path, Place) else [path.parent]
-      folders = [*beside, files.package_root() / "configs"]
-      parent_file = files.find(parent, folders, "base_config")
+      folders = [*beside, config_files.package_root() / "configs"]
+      parent_file = config_files.find(parent, folders, "base_config")
       values = _read_with_parents(parent_file, (*children, os.path.realpath(path)), of_model=of_model)
   problems.raise_any()
   if is_table and not _is_resolved(entries, path, children):  # a default that it repeats is not a choice of the user
@@ -242,7 +242,7 @@ def _model_values(given: dict[str, Given], config_path: Path | Place) -> dict[st
     ]
     more = f" and {len(shown) - 4} more" if len(shown) > 4 else ""
     raise ConfigError(
-      f"model_name={shorten(name)} fixes these keys in {files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
+      f"model_name={shorten(name)} fixes these keys in {config_files.shown(path)}: {'; '.join(shown[:4])}{more}.\n"
       "Remove the keys, or set override_model_config=true to use your values."
     )
   return {key: value for key, value in _without_useless(model, explicit).items() if key not in conflicts}
@@ -263,7 +263,7 @@ def _tokenizer_of_parameters(given: dict[str, Given]) -> dict[str, Given]:
     if paths.is_file("load_parameters_path", f"{folder}/{name}"):
       found = {"tokenizer_type": "bpe", "tokenizer_path": f"{folder}/{name}"}
       if paths.is_file("load_parameters_path", f"{folder}/{record}"):
-        told = files.read_yaml(files.path_of(f"{folder}/{record}"))
+        told = config_files.read_yaml(config_files.path_of(f"{folder}/{record}"))
         found |= {key: text for key in ("bos_token", "eos_token") if (text := told.get(key, ("", ""))[0])}
       return {key: Given(value, origin) for key, value in found.items() if key not in chosen}
   return {}
@@ -308,9 +308,12 @@ def _local_steps(given: dict[str, Given]) -> dict[str, Given]:
 def _find_model(name: str, origin: str, config_path: Path | Place) -> Path:
   """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
-    return files.find(name, [Path(config_path).parent, *files.search_folders()], "model file (model_name)")
+    return config_files.find(
+      name, [Path(config_path).parent, *config_files.search_folders()], "model file (model_name)"
+    )
   folders.as_path(f"{name}.yml", "model_name=")
-  places = [root / "configs" / "models" for root in files.search_folders()] + [Path(config_path).parent / "models"]
+  places = [root / "configs" / "models" for root in config_files.search_folders()]
+  places.append(Path(config_path).parent / "models")
   for folder in places:
     if os.path.isfile(folder / f"{name}.yml"):
       return folder / f"{name}.yml"

@@ -12,7 +12,7 @@ from pathlib import Path
 from input_pipeline import data_files, places, remote, storage
 from input_pipeline.folders import LeftOut, as_path
 from input_pipeline.options import DataOptions
-from trainer.config import mixture
+from trainer.config import mixture_files
 from trainer.config.errors import ConfigError, Problems, how_to_install, shorten
 from trainer.config.schema import Config, DataSection, ObserveSection
 
@@ -98,8 +98,8 @@ def _check_sources(data: DataSection, problems: Problems) -> None:
   ):
     problems.add(["dataset_type=grain: needs data to train on.\nSet grain_train_files, or grain_dataset."])
   _check_data(data, problems)
-  sources = lambda: {entry.name: entry.options for entry in mixture.read(data)}
-  sets = lambda: mixture.read_eval_sets(data)
+  sources = lambda: {entry.name: entry.options for entry in mixture_files.read(data)}
+  sets = lambda: mixture_files.read_eval_sets(data)
   for what, read in (("source {} of the mixture: ", sources), ("set {} of eval_sets: ", sets)):
     with problems.collect():
       for name, options in read().items():

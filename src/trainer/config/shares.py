@@ -9,7 +9,7 @@ than in one, and 6.3 % longer in 4.
 from __future__ import annotations
 
 from input_pipeline import places
-from trainer.config import files
+from trainer.config import config_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config
 
@@ -74,8 +74,8 @@ def _possible(config: Config) -> list[int]:
 
 def _recorded(config: Config) -> int | None:
   """The number of shares of the run so far; None for a new run, or for one whose slices were no processes."""
-  path = places.at(config.run_directory) / files.CONFIG_FILE
+  path = places.at(config.run_directory) / config_files.CONFIG_FILE
   if not path.exists():
     return None
-  given = files.read_yaml(path).get("shares_per_slice")
+  given = config_files.read_yaml(path).get("shares_per_slice")
   return int(given[0]) if given and given[0] and given[0].isdecimal() else None

@@ -25,8 +25,8 @@ from trainer.cluster import View, multiprocess
 from trainer.drivers import joining
 from trainer.drivers.compared_share import ComparedShare
 from trainer.drivers.rounds import Contribution, Rounds, Share, Summed
+from trainer.elastic.classification import Event, Kind
 from trainer.elastic.elastic_run import ElasticRun
-from trainer.elastic.events import Event, Kind
 from trainer.models import experts
 from trainer.models.decoder import Params
 from trainer.observe import environment

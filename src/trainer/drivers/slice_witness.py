@@ -17,7 +17,7 @@ from jax import Device
 
 from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.cluster import View
-from trainer.elastic.events import SliceWrong
+from trainer.elastic.classification import SliceWrong
 from trainer.elastic.wait import Wait
 from trainer.parallel.mesh import DATA
 from trainer.program import program

@@ -15,8 +15,8 @@ from trainer.cluster import Cluster, View
 from trainer.config.faults import Fault, Moment
 from trainer.config.schema import ElasticSection
 from trainer.elastic import batch_plan, wait
-from trainer.elastic.events import Event, Kind
-from trainer.elastic.faults import FaultInjector
+from trainer.elastic.classification import Event, Kind
+from trainer.elastic.fault_injector import FaultInjector
 from trainer.elastic.policy import ResizePolicy, RetryPolicy, SnapshotPolicy
 from trainer.elastic.program_cache import ProgramCache, next_views
 from trainer.elastic.recovery import RecoveryLog

@@ -13,9 +13,9 @@ from trainer.config import rules
 from trainer.config.errors import ConfigError, require
 from trainer.config.faults import Fault, parse
 from trainer.config.schema import ElasticSection
+from trainer.elastic.classification import Event, Kind, classify
 from trainer.elastic.elastic_run import ElasticRun, Outcome
-from trainer.elastic.events import Event, Kind, classify
-from trainer.elastic.faults import expand
+from trainer.elastic.fault_injector import expand
 
 # attempt(view, survivors): survivors are the slices whose host memory has outlived the previous attempt.
 RunAttempt = Callable[[View, frozenset[int]], Outcome]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from trainer.cluster import Cluster, View
-from trainer.elastic.events import SliceHang
+from trainer.elastic.classification import SliceHang
 from trainer.observe.log import Log
 from trainer.process.stop import StopRequested
 

@@ -38,8 +38,8 @@ def _run(options: argparse.Namespace) -> int:
   from trainer.config.errors import ConfigError
   from trainer.launch.launcher_keys import program
   from worlds import addresses
-  from worlds.agent import Agent
   from worlds.exit_codes import PREEMPTED
+  from worlds.host_agent import Agent
   from worlds.membership.wire import Refused
 
   try:

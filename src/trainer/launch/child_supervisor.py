@@ -1,8 +1,8 @@
 """The supervisor of a run whose workers another launcher starts: `python -m trainer.launch.child_supervisor`.
 
 The first worker starts it as a child process, and gives it a line of JSON on stdin: token, expected (workers that a
-start waits for), rules (worlds.membership.rules.RunRules), listener (an open socket) and parent (its process id). It
-ends with the run, or with its parent; the other workers then save the state and end.
+start waits for), rules (worlds.membership.run_rules.RunRules), listener (an open socket) and parent (its process id).
+It ends with the run, or with its parent; the other workers then save the state and end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainer.process import file_limit
 from worlds.exit_codes import FAILED
 from worlds.interruptions import end_on_error, requests
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 from worlds.supervisor import log
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from trainer.cluster import inherited_environment, run_command
 from trainer.config import ConfigError
 from trainer.config.keys import all_keys, convert
-from worlds.workers import MemberProgram
+from worlds.worker_processes import MemberProgram
 
 
 def program() -> MemberProgram:

@@ -22,7 +22,7 @@ from input_pipeline import places
 from stepcost import chips
 from trainer import world as world_lib
 from trainer.cluster import Cluster
-from trainer.config import files as config_files
+from trainer.config import config_files as config_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
 from trainer.observe import environment, files

@@ -14,8 +14,8 @@ from input_pipeline import describe
 from trainer.checkpoint import disk_space
 from trainer.cluster import Cluster, run_command
 from trainer.config import counts
+from trainer.config.config_files import CONFIG_FILE
 from trainer.config.errors import counted
-from trainer.config.files import CONFIG_FILE
 from trainer.config.schema import Config, ModelSection
 from trainer.elastic import batch_plan
 from trainer.observe import environment, files

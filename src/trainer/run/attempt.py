@@ -12,11 +12,11 @@ from typing import Any
 import jax
 
 from trainer import world as world_lib
-from trainer.checkpoint.backup import RunContext
 from trainer.checkpoint.backups import Backups
-from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.checkpoint_errors import CheckpointError
+from trainer.checkpoint.state_backup import RunContext
 from trainer.cluster import View
-from trainer.config.mixture import EVAL_DATA
+from trainer.config.mixture_files import EVAL_DATA
 from trainer.models.decoder import Params
 from trainer.observe.metrics import Evaluation
 from trainer.observe.profiler import Profiler

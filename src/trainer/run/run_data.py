@@ -11,10 +11,10 @@ from typing import Any
 from input_pipeline.loader import Loader, Split, make_loader, open_eval_sets
 from input_pipeline.loader import check as check_data
 from trainer.checkpoint import meta as checkpoint_meta
-from trainer.checkpoint.errors import ConfigMismatch
-from trainer.config import mixture
+from trainer.checkpoint.checkpoint_errors import ConfigMismatch
+from trainer.config import mixture_files
 from trainer.config.errors import ConfigError
-from trainer.config.mixture import EVAL_DATA
+from trainer.config.mixture_files import EVAL_DATA
 from trainer.config.schema import Config, listed
 from trainer.world import World
 
@@ -107,10 +107,10 @@ def check(config: Config) -> None:
   data = config.data
   if data.dataset_type == "synthetic":
     return
-  found = [entry.options for entry in mixture.read(data)]
+  found = [entry.options for entry in mixture_files.read(data)]
   if found and data.grain_eval_files:  # checked as files to train on: a mixture has no grain_train_files
     found.append(data.model_copy(update={"grain_train_files": data.grain_eval_files, "grain_eval_files": ""}))
-  check_data([*(found or [data]), *mixture.read_eval_sets(data).values()], config.model.vocab_size)
+  check_data([*(found or [data]), *mixture_files.read_eval_sets(data).values()], config.model.vocab_size)
 
 
 def open_loader(
@@ -123,7 +123,7 @@ def open_loader(
     vocab_size=vocab_size,
     global_batch_size=global_batch_size,
     split=split,
-    mixture=mixture.read(cfg) if split == "train" and source is None else (),
+    mixture=mixture_files.read(cfg) if split == "train" and source is None else (),
     dataset=source if split == "train" else None,
     log=note,
   )
@@ -148,7 +148,7 @@ def open_data(
     if config.observe.eval_steps > 0 and config.data.dataset_type != "synthetic":
       sets = open_eval_sets(
         config.data,
-        mixture.read_eval_sets(config.data),
+        mixture_files.read_eval_sets(config.data),
         vocab_size=config.model.vocab_size,
         global_batch_size=global_batch_size,
         tokenizer=train.tokenizer,

@@ -13,11 +13,11 @@ from typing import Any
 
 from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint, state_tree
-from trainer.checkpoint.errors import CheckpointError
+from trainer.checkpoint.checkpoint_errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config import cli
-from trainer.config.files import CONFIG_FILE
+from trainer.config.config_files import CONFIG_FILE
 from trainer.elastic.elastic_run import ElasticRun
 from trainer.elastic.program_cache import CachedProgram, ProgramCache
 from trainer.observe import environment, files

@@ -21,7 +21,7 @@ from input_pipeline import storage
 from input_pipeline.places import Place
 from trainer import commands
 from trainer.checkpoint import checksums, run_folder
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.checkpoint.step_folders import COMMIT, MANIFEST, StepFolders, step_number
 from trainer.config.errors import ConfigError
 from trainer.observe import files, screen

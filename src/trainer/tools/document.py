@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Iterator
 
 from trainer.config.cli import literal
-from trainer.config.files import package_root
+from trainer.config.config_files import package_root
 from trainer.config.keys import Key, all_keys, unwrapped
 from trainer.config.schema import Config
 

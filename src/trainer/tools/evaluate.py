@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import trainer
 from trainer import cluster, commands
-from trainer.config.files import CONFIG_FILE
+from trainer.config.config_files import CONFIG_FILE
 from trainer.observe import screen
 
 _LARGEST_EXPONENT = 709.0  # of a float: e to a larger one is infinite
@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
 def _evaluate(place: str, keys: Sequence[str]) -> None:
   cluster.check_environment()
   from trainer.checkpoint import run_folder
-  from trainer.checkpoint.errors import ConfigMismatch
+  from trainer.checkpoint.checkpoint_errors import ConfigMismatch
 
   directory, _ = run_folder.split(place)
   config = trainer.load(f"{directory}/{CONFIG_FILE}", "cluster=simulated", *keys)

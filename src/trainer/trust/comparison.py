@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.observe import files

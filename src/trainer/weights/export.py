@@ -17,7 +17,7 @@ from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer
 from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import fingerprint
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.config.errors import ConfigError
 from trainer.weights import hf_config, names, safetensors, sources, stacking, stored_arrays, tokenizers
 from trainer.weights.new_folder import new_folder

@@ -18,9 +18,9 @@ from input_pipeline.options import DataOptions
 from input_pipeline.places import Place
 from trainer.checkpoint import run_folder
 from trainer.checkpoint.arrays import verified_load
-from trainer.checkpoint.backup import RunContext
-from trainer.checkpoint.errors import CheckpointError, Rejected
+from trainer.checkpoint.checkpoint_errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
+from trainer.checkpoint.state_backup import RunContext
 from trainer.checkpoint.together import together
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection

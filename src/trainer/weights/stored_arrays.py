@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from input_pipeline.places import Place
-from trainer.checkpoint import run_id, s3
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint import run_folder, s3
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.checkpoint.step_folders import StepFolders
 from trainer.config.errors import ConfigError
 from trainer.world import SINGLE_WORLD
@@ -31,7 +31,7 @@ Entries = dict[str, Entry]
 def entries(place: str) -> Entries:
   """The arrays of the checkpoint that `place` names. Raises ConfigError, CheckpointError, and Rejected for a checkpoint
   that is damaged."""
-  run, named = run_id.split(os.path.expanduser(place).rstrip("/"))
+  run, named = run_folder.split(os.path.expanduser(place).rstrip("/"))
   step = int(named) if named else None
   folders = StepFolders(f"{run}/checkpoints", SINGLE_WORLD, lambda line: None)
   steps = folders.steps()

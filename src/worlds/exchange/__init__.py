@@ -4,8 +4,8 @@ A lost member never enters XLA: it is a broken connection, PeerLost. Imports onl
 library.
 """
 
-from worlds.exchange.errors import MismatchedCall, PeerLost, Unreachable
 from worlds.exchange.exchange import Exchange
+from worlds.exchange.exchange_errors import MismatchedCall, PeerLost, Unreachable
 from worlds.exchange.layout import FlatLayout, HostCopy, Part
 
 __all__ = ["Exchange", "FlatLayout", "HostCopy", "MismatchedCall", "Part", "PeerLost", "Unreachable"]

@@ -32,8 +32,8 @@ from typing import Any
 
 import numpy as np
 
-from worlds.exchange import state
-from worlds.exchange.errors import PeerLost
+from worlds.exchange import peer_state
+from worlds.exchange.exchange_errors import PeerLost
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Link, Poll, Stop, Stopped
 from worlds.exchange.listener import Call, Listener, dial
@@ -217,7 +217,7 @@ class Exchange:
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
     with self._in_epoch():
-      state.send(self._links[member][0], self._epoch, header, arrays)
+      peer_state.send(self._links[member][0], self._epoch, header, arrays)
 
   def receive_state(
     self, member: int, allocate: Callable[[dict[str, Any]], Sequence[np.ndarray]]
@@ -226,7 +226,7 @@ class Exchange:
     the right shapes, or refuses the header with an error. Raises PeerLost, and MismatchedCall if the sender has arrays
     of other sizes."""
     with self._in_epoch():
-      return state.receive(self._links[member][0], self._epoch, allocate)
+      return peer_state.receive(self._links[member][0], self._epoch, allocate)
 
   def wait_closed(self, member: int, seconds: float) -> None:
     """Returns when `member` has closed its connection of the last epoch, as a rule because it has ended, or after

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from worlds.exchange.errors import MismatchedCall, PeerLost
+from worlds.exchange.exchange_errors import MismatchedCall, PeerLost
 from worlds.liveness import CHECK_SECONDS, Liveness
 
 

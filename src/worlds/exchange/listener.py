@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Generator, Mapping
 from typing import NamedTuple
 
 from worlds import addresses, handshake
-from worlds.exchange.errors import PeerLost, Unreachable
+from worlds.exchange.exchange_errors import PeerLost, Unreachable
 from worlds.exchange.link import Stop, Stopped
 from worlds.lines import Sparse
 

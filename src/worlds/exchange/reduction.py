@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from worlds.exchange.errors import MismatchedCall
+from worlds.exchange.exchange_errors import MismatchedCall
 from worlds.exchange.layout import HostCopy
 from worlds.exchange.link import Frame, Kind, Link, Poll, Stop, Stopped, checksum
 from worlds.exchange.plan import Piece, Plan

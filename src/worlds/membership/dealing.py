@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from worlds.membership.messages import Message, message, to_ranges
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.speeds import Slow, Speeds
 
 _MOST_RANGES = 2048  # of shares in a message, besides one for each member. Losses divide them; then all are dealt again

@@ -13,7 +13,7 @@ from worlds.membership.effects import Effects, Kill, Note, Send, to_all
 from worlds.membership.failures import Failures
 from worlds.membership.messages import Message, message, to_ranges
 from worlds.membership.pulse import Pulse, RunningClock
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.witness import Sums, Witness, alarm_line
 
 _BROKEN_SECONDS = 1.0  # from a broken connection to a new epoch: a death is noticed earlier

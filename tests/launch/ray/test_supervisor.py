@@ -13,7 +13,7 @@ from worlds.exit_codes import BAD_INPUT, FAILED, PREEMPTED
 from worlds.membership import wire
 from worlds.membership.client import Membership
 from worlds.membership.messages import from_ranges
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.place import Place
 
 RULES = RunRules(slices=3, minimum=1, shares=3, timeout=60.0, join_interval=0.0, elastic=True)

@@ -18,7 +18,7 @@ from typing import Any
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import change, from_ranges
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.witness import draw
 
 EVAL_PERIOD = 3

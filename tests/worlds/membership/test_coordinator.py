@@ -16,7 +16,7 @@ from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
 from worlds.membership.effects import Effects, Kill, Note, Send
 from worlds.membership.messages import from_ranges, to_ranges
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 STEPS = 7
 GATHERS = "The member that restores the newest state is lost: waiting for all members."

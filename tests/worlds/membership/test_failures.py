@@ -10,7 +10,7 @@ from worlds.exit_codes import BAD_INPUT, FAILED
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effects, Note, Send
 from worlds.membership.failures import PROGRESS
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 ABORTED, KILLED = -signal.SIGABRT, -signal.SIGKILL
 

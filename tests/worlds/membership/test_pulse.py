@@ -8,7 +8,7 @@ import pytest
 
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Kill
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 
 class Time:

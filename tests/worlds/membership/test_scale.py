@@ -12,7 +12,7 @@ import pytest
 from worlds.membership import wire
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effects, Send
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 
 def training(members: int, lanes: int = 1) -> tuple[Coordinator, Effects]:

@@ -18,7 +18,7 @@ from worlds.membership import wire
 from worlds.membership.client import Membership, SupervisorLost
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.messages import message
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import Server
 from worlds.place import Place
 

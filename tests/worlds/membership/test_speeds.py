@@ -9,7 +9,7 @@ import pytest
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Effect, Effects, Kill, Note, Send
 from worlds.membership.messages import slow_line
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 
 class Steps:

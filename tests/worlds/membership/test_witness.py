@@ -10,7 +10,7 @@ from worlds.membership.coordinator import Coordinator
 from worlds.membership.dealing import deal
 from worlds.membership.effects import Send
 from worlds.membership.failures import Failures
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.witness import Witness, draw
 
 RIGHT, WRONG, OTHER = {"w": [7, 3], "b": [1, 1]}, {"w": [9, 5], "b": [1, 1]}, {"w": [8, 4], "b": [1, 1]}

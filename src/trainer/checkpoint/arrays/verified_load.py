@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from trainer.checkpoint.arrays import fingerprint, state_tree
-from trainer.checkpoint.errors import Rejected
+from trainer.checkpoint.checkpoint_errors import Rejected
 from trainer.checkpoint.together import together
 from trainer.world import World
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from input_pipeline import remote
 from input_pipeline.options import DataOptions
 from input_pipeline.storage import is_address
-from trainer.config import counts, files, mixture, paths
+from trainer.config import config_files, counts, mixture_files, paths
 from trainer.config.errors import shorten
 from trainer.config.schema import Config
 from trainer.launch.manifest import budget, job_checks
@@ -49,8 +49,8 @@ def _sections(config: Config) -> Iterator[DataOptions]:
   data = config.data
   if data.dataset_type == "synthetic":
     return
-  yield from [entry.options for entry in mixture.read(data)] or [data]
-  yield from mixture.read_eval_sets(data).values()
+  yield from [entry.options for entry in mixture_files.read(data)] or [data]
+  yield from mixture_files.read_eval_sets(data).values()
 
 
 def _data(plan: GkePlan) -> Iterator[str]:
@@ -60,7 +60,7 @@ def _data(plan: GkePlan) -> Iterator[str]:
     return
   for key in ("grain_train_mixture_config_path", "eval_sets"):
     value = getattr(data, key)
-    if value and not files.is_in_package(value):
+    if value and not config_files.is_in_package(value):
       yield f"{key}={value}: {job_checks.ONLY_PACKAGED}"
       return  # its sources are unknown
   for section in _sections(plan.config):

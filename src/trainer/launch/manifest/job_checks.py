@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from trainer.config import files
+from trainer.config import config_files
 from trainer.launch.manifest import budget
 from trainer.launch.manifest.gke_plan import FIXED_GRACE, GkePlan
 
@@ -57,9 +57,9 @@ def _name(plan: GkePlan) -> Iterator[str]:
 
 def _files(plan: GkePlan) -> Iterator[str]:
   path, model = plan.options.config[0], plan.config.model.model_name
-  if not files.is_in_package(path):
+  if not config_files.is_in_package(path):
     yield f"{path}: {ONLY_PACKAGED}"
-  if model.endswith((".yml", ".yaml")) and not files.is_in_package(model):
+  if model.endswith((".yml", ".yaml")) and not config_files.is_in_package(model):
     yield f"model_name={model}: {ONLY_PACKAGED}"
   folders = {"base_output_directory=": plan.config.run.base_output_directory}
   if plan.options.pathways_gcs_location is not None:

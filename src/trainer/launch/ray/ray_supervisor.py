@@ -14,7 +14,7 @@ from worlds import addresses
 from worlds.exit_codes import FAILED
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.failures import Failures
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.membership.server import BACKLOG, Server
 from worlds.place import Place
 from worlds.supervisor import log

@@ -23,7 +23,7 @@ from trainer.launch.ray.ray_supervisor import RunSupervisor
 from trainer.observe import screen
 from worlds.addresses import free_port
 from worlds.interruptions import end_on_error
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 from worlds.place import COMMAND
 
 _REPORT_SECONDS = 5.0

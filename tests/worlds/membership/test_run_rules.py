@@ -14,7 +14,7 @@ from trainer.config import ConfigError, load
 from trainer.config.shares import resolve
 from worlds.membership.coordinator import Coordinator
 from worlds.membership.effects import Send
-from worlds.membership.rules import RunRules
+from worlds.membership.run_rules import RunRules
 
 KEYS = ["configs/base.yml", "cluster=multiprocess", "num_slices=3", "dataset_type=synthetic"]
 

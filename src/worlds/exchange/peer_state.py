@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from worlds.exchange.errors import MismatchedCall
+from worlds.exchange.exchange_errors import MismatchedCall
 from worlds.exchange.link import Frame, Kind, Link
 
 LONGEST_HEADER = 16 << 20  # bytes

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from input_pipeline.options import DataOptions, MixtureEntry
-from trainer.config import files
+from trainer.config import config_files
 from trainer.config.errors import ConfigError, Problems, did_you_mean, shorten
 from trainer.config.keys import all_keys, convert
 from trainer.config.schema import DataSection
@@ -66,17 +66,17 @@ def read_eval_sets(data: DataSection) -> dict[str, DataOptions]:
 def _read(given: str, what: str, parts: str, make: Callable[[str, Written, str], T]) -> tuple[str, dict[str, T]]:
   """(the file in words, {name: make(name, its part of the file, the place of the part)}) of a file of sources. what,
   parts: the file and its parts in messages. Raises ConfigError for every mistake."""
-  path = files.find(given, files.search_folders(), what)
-  groups = files.read_groups(path)
+  path = config_files.find(given, config_files.search_folders(), what)
+  groups = config_files.read_groups(path)
   problems = Problems()
   made: dict[str, T] = {}
   for name, (written, origin) in groups.items():
     with problems.collect():
       made[name] = make(name, written, origin)
   if not 1 <= len(groups) <= _MOST_SOURCES:
-    problems.add([f"{files.shown(path)}: has {len(groups)} {parts}.\nGive 1 to {_MOST_SOURCES} {parts}."])
+    problems.add([f"{config_files.shown(path)}: has {len(groups)} {parts}.\nGive 1 to {_MOST_SOURCES} {parts}."])
   problems.raise_any()
-  return files.shown(path), made
+  return config_files.shown(path), made
 
 
 def _scalars(written: Written) -> dict[str, tuple[str, str]]:

@@ -11,7 +11,7 @@ from trainer.checkpoint.arrays.state_tree import flatten
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault, RandomFaults, parse
 from trainer.elastic import flips
-from trainer.elastic.faults import FaultInjector, draw
+from trainer.elastic.fault_injector import FaultInjector, draw
 
 
 class Slices:

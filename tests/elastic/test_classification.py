@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trainer.cluster.simulated import SimulatedCluster
-from trainer.elastic.events import Kind, SliceHang, classify
+from trainer.elastic.classification import Kind, SliceHang, classify
 
 LOST_PROXY = [
   "UNAVAILABLE: Connection to IFRT proxy server was terminated: FAILED_PRECONDITION: GrpcClientSession: writes no"

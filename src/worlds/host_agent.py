@@ -17,7 +17,7 @@ from worlds.membership import wire
 from worlds.membership.messages import TO_AGENT, Message, check, message
 from worlds.membership.wire import Channel, Refused, WireError
 from worlds.place import Place
-from worlds.workers import MemberProgram, Workers
+from worlds.worker_processes import MemberProgram, Workers
 
 _RETRY_SECONDS = 0.5
 _INTERRUPT_SECONDS = 5.0

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tests.support.exchange_members import Members, Relay, flip, members, random_shares, same_bits, sum_in_order
 
-from worlds.exchange import MismatchedCall, PeerLost, listener, state
+from worlds.exchange import MismatchedCall, PeerLost, listener, peer_state
 from worlds.exchange.link import checksum
 
 ARRAYS = [
@@ -32,7 +32,7 @@ def transfer(those, allocate=lambda header: [np.empty(x.shape, x.dtype) for x in
 
 @pytest.mark.parametrize("chunk", [1 << 22, 64])
 def test_a_state_arrives_with_every_bit(chunk, monkeypatch):
-  monkeypatch.setattr(state, "CHUNK", chunk)
+  monkeypatch.setattr(peer_state, "CHUNK", chunk)
   shares = random_shares(2, 100)
   with members(2) as those:
     header, arrays = transfer(those)
@@ -72,7 +72,7 @@ def test_other_arrays_than_those_of_the_sender_are_refused(change):
 
 def test_a_header_that_is_too_long_allocates_nothing(monkeypatch):
   with members(2) as those:
-    monkeypatch.setattr(state, "LONGEST_HEADER", 100)
+    monkeypatch.setattr(peer_state, "LONGEST_HEADER", 100)
     with pytest.raises(AssertionError, match="a header of"):
       transfer(those, header={"x": "y" * 200})
   with members(2) as those:

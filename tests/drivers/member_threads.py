@@ -170,31 +170,22 @@ class Member(threading.Thread):
       progress=types.SimpleNamespace(under_way=nothing),
     )
     recovery = types.SimpleNamespace(under_way=False, restored=nothing)
-    self._elastic: Any = types.SimpleNamespace(
+    self._session.elastic = types.SimpleNamespace(
       faults=faults,
       compiled_step=lambda view: halves,
       begin_step=lambda n: (faults.at("step", n), self.began.append(time.monotonic())),
       recovery=recovery,
       join=nothing,
       down_events=0,
-      clock=time.monotonic,
-      lose=self._lose,
-      grow=nothing,
-      begin_wait=nothing,
-      end_wait=nothing,
-      cfg=config.elastic,
-      cluster=cluster,
-      log=log,
-      events=events,
+      members_changed=self._members_changed,
     )
-    self._session.elastic = self._elastic
 
   def _emit(self, played: Played, kind: str, fields: dict[str, Any]) -> None:
     if kind == "witness":
       played.events.append(fields)
 
-  def _lose(self, event: Any, alive: Any, began: float, *, before: int, step: int) -> None:
-    self.lost_at |= dict.fromkeys(event.lost, step)
+  def _members_changed(self, change: Any, step: int) -> None:
+    self.lost_at |= dict.fromkeys(change.lost, step)
 
   def run(self) -> None:
     try:

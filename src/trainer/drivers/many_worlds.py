@@ -25,8 +25,6 @@ from trainer.cluster import View, multiprocess
 from trainer.drivers import joining
 from trainer.drivers.compared_share import ComparedShare
 from trainer.drivers.rounds import Contribution, Rounds, Share, Summed
-from trainer.elastic.classification import Event, Kind
-from trainer.elastic.elastic_run import ElasticRun
 from trainer.models import experts
 from trainer.models.decoder import Params
 from trainer.observe import environment
@@ -96,7 +94,7 @@ class ManyWorlds:
     return start
 
   def _changed(self, change: Change) -> None:
-    _record(self._session.elastic, change, self._step)
+    self._session.elastic.members_changed(change, self._step)
 
   def _prepare(self, compiled: Any) -> None:
     """Takes the compiled programs of the step."""
@@ -296,28 +294,6 @@ class ManyWorlds:
       allocate = lambda header: state_transfer.empty_parts(self._state)
       header, _ = self._peers.exchange.receive_state(member, allocate)
     assert header["step"] == self._step, f"member {member} sends step {header['step']}, and this one has {self._step}"
-
-
-def _record(elastic: ElasticRun, change: Change, step: int) -> None:
-  """Records that the members have changed after `step` completed steps, with the log lines and events that the elastic
-  loop writes at a new attempt. Here the attempt goes on."""
-  before = change.before
-  elastic.end_wait(change.members)
-  elastic.events.begin_epoch(change.epoch)
-  for member, (reason, seconds_ago) in change.lost.items():
-    began = elastic.clock() - seconds_ago
-    event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))
-    elastic.lose(event, change.members, began, before=before, step=step)
-    elastic.log.line(f"Elastic attempt {change.attempt} out of {elastic.cfg.elastic_max_retries}")
-  if change.joined:
-    elastic.grow(list(change.joined), change.members, before=before, step=step)
-  if change.holds:
-    elastic.begin_wait()
-    elastic.log.line(
-      f"{len(change.members)} of {elastic.cluster.num_slices} slices are alive and elastic_min_slice_count="
-      f"{elastic.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."
-    )
-  elastic.recovery.restored(step, "memory", 0.0)
 
 
 def _record_notice(session: Session, notice: Message) -> None:

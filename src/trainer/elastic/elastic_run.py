@@ -23,6 +23,7 @@ from trainer.elastic.recovery import RecoveryLog
 from trainer.observe.events import EventLog, read_events
 from trainer.observe.log import Log
 from trainer.observe.metrics import format_elastic_line
+from worlds.peers import Change
 
 _RESET_STEPS = 10  # completed steps after which the count of attempts is reset
 _SNAPSHOT_OVERHEAD = 0.01  # largest share of the step time that snapshots may cost
@@ -196,6 +197,25 @@ class ElasticRun:
     self.retries.resized()
     self.events.emit("slice_up", step=step, slice=returned, slices=sorted(alive))
     self.log.line(f"Slice up event: slices {returned} have returned. Continuing with them after step {step}.")
+
+  def members_changed(self, change: Change, step: int) -> None:
+    """Records that other slices compute after `step`, where slices are processes: with the log lines and events of a
+    new attempt, although the attempt goes on."""
+    self.end_wait(change.members)
+    self.events.begin_epoch(change.epoch)
+    for member, (reason, seconds_ago) in change.lost.items():
+      event = Event(Kind.SLICE_DOWN, reason, frozenset({member}))
+      self.lose(event, change.members, self.clock() - seconds_ago, before=change.before, step=step)
+      self.log.line(f"Elastic attempt {change.attempt} out of {self.cfg.elastic_max_retries}")
+    if change.joined:
+      self.grow(list(change.joined), change.members, before=change.before, step=step)
+    if change.holds:
+      self.begin_wait()
+      self.log.line(
+        f"{len(change.members)} of {self.cluster.num_slices} slices are alive and elastic_min_slice_count="
+        f"{self.cfg.elastic_min_slice_count}: waiting for the others, with the state of step {step} in memory."
+      )
+    self.recovery.restored(step, "memory", 0.0)
 
   @property
   def uses_snapshots(self) -> bool:

@@ -117,12 +117,12 @@ def test_what_the_supervisor_says_of_one_round_does_not_hold_for_the_next_round(
   second = next(check for check, one in enumerate(drawn) if one.members[1] == 3)
   peers.handle(message("check", epoch=8, asked=[0, 2], since=8))
   during = of_step(second)
-  assert during.begins_again() and not during.begins_again()
-  during.join_in()
+  assert during.must_recompute() and not during.must_recompute()
+  during.compute_if_drawn()
   assert during.record() == {"share": drawn[second].share, "members": [0, 2]}
   peers.handle(message("commit", epoch=8, round="step 6", stop=False, leave=[], changes=False, seconds={}))
   for check, one in enumerate(drawn):
     after = of_step(check)
-    assert not after.begins_again()
-    after.join_in()
+    assert not after.must_recompute()
+    after.compute_if_drawn()
     assert after.record() == {"share": one.share, "members": sorted(one.members)}

@@ -70,7 +70,6 @@ class Backups:
     return local or self.due_persistent(step) or self._catch_up_due
 
   def due_persistent(self, step: int) -> bool:
-    """Whether the persistent tier saves at `step`."""
     return self._due(step, self._cfg.checkpoint_period)
 
   def completed(self, step: int) -> None:

@@ -97,7 +97,6 @@ class LocalCopies:
     return [Copy(int(m[1]), int(m[2]), int(m[3])) for m in found if m and m[4] == kind]
 
   def remove(self, copies: Collection[Copy]) -> None:
-    """Deletes the files of the copies."""
     for copy in copies:
       for kind in ("json", "json.tmp", "bin"):  # the json first: without it the bin is not used
         path = copy.path(self.root, kind)

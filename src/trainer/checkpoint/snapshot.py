@@ -146,7 +146,6 @@ class Snapshots:
 
   @property
   def busy(self) -> bool:
-    """Whether a copy is under way."""
     with self._changed:
       return self._pending is not None and bool(self._pending.copying)
 

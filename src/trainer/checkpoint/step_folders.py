@@ -88,7 +88,6 @@ class StepFolders:
     return held
 
   def is_gone(self, step: int) -> bool:
-    """Whether a step is not committed any more."""
     return not self._committed(str(step))
 
   def newest(self) -> tuple[int, float] | None:

@@ -82,7 +82,6 @@ class Faults(FaultTarget):
       self._begin(slice_id, seconds, hangs=not is_dead)
 
   def give_back(self, slice_id: int) -> None:
-    """A dead slice returns with empty memory; a hanging one goes on."""
     with self._lock:
       self._end(slice_id, self._outages.get(slice_id))
 

@@ -481,7 +481,6 @@ class ObserveSection(Section):
   """Text that the trained model continues at the end, for 64 tokens. Empty: no sample."""
 
   def sends_to(self, service: str) -> bool:
-    """Whether `services` has this entry."""
     return service in listed(self.services)
 
 

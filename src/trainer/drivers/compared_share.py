@@ -24,29 +24,25 @@ class ComparedShare:
     self._members: Collection[int] = ()  # that compute the share in this epoch
 
   def compute(self, share: Share) -> Contribution:
-    """The sums of a share of this member. Keeps their digests if the share is compared."""
     own = self._compute(share)
     if share == self._drawn().share:
       self._digests = self._checks.of_share(own.scalars[: len(Checks.SCALARS)], own.parts)
     return own
 
-  def begins_again(self) -> bool:
-    """Whether this member must compute all its shares again in this epoch."""
-    since = self._told("since", 0)
+  def must_recompute(self) -> bool:
+    since = self._check_field("since", 0)
     again, self._since = since > self._since, max(since, self._since)
     if again:
       self._digests = None
     return again
 
-  def join_in(self) -> None:
-    """Computes the share if another member has it, and this one is drawn or asked."""
+  def compute_if_drawn(self) -> None:
     owner, *second = self._drawn().members
-    self._members = {owner, *(self._told("asked", []) or second)}
+    self._members = {owner, *(self._check_field("asked", []) or second)}
     if self._digests is None and self._peers.member in self._members:
       self.compute(self._drawn().share)
 
   def report(self, round_name: str) -> None:
-    """Tells the supervisor the sums of the share, if this member has computed it."""
     if self._digests is not None:
       sums = self._checks.read_share(self._digests)
       self._peers.membership.send("witness", epoch=self._peers.epoch, round=round_name, sums=sums)
@@ -55,7 +51,7 @@ class ComparedShare:
     """Which share was compared, and by whom, for the receipt."""
     return {"share": self._drawn().share, "members": sorted(self._members)}
 
-  def _told(self, name: str, default: Any) -> Any:
+  def _check_field(self, name: str, default: Any) -> Any:
     """A field of the message `check` of this epoch."""
     return self._peers.check[name] if self._peers.check.get("epoch") == self._peers.epoch else default
 

@@ -59,11 +59,16 @@ class Summed(Protocol):
 
 
 class Compared(Protocol):
-  """A share of a step that other members compute too, so that all sums of it are compared before the commit."""
+  """A share of a step that other members compute too, so that all sums of it are compared before the commit.
+
+  compute: the sums of a share of this member. must_recompute: whether this member computes all its shares again in this
+  epoch. compute_if_drawn: computes the share if another member has it, and this one is drawn or asked. report: tells
+  the supervisor the sums of the share, if this member has computed it.
+  """
 
   def compute(self, share: Share) -> Contribution: ...
-  def begins_again(self) -> bool: ...
-  def join_in(self) -> None: ...
+  def must_recompute(self) -> bool: ...
+  def compute_if_drawn(self) -> None: ...
   def report(self, round_name: str) -> None: ...
 
 
@@ -105,11 +110,11 @@ class Rounds:
     while True:
       peers.connect(self._send_state, self._receive_state)
       began = time.monotonic()
-      if compared is not None and compared.begins_again():
+      if compared is not None and compared.must_recompute():
         held = {}
       held = self._compute(held, compute if compared is None else compared.compute)
       if compared is not None:
-        compared.join_in()
+        compared.compute_if_drawn()
       if peers.interrupted:
         raise StopRequested
       grads = {share: of_share.grads for share, of_share in held.items() if of_share.grads is not None}

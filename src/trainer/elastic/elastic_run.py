@@ -77,7 +77,6 @@ class ElasticRun:
     self._declined: frozenset[int] = frozenset()  # returned slices that the log said would not be used
 
   def begin_attempt(self) -> None:
-    """An attempt begins."""
     self.current_step, self._is_first_step = 0, True
     self.last_progress_at = self.clock()
 
@@ -138,7 +137,6 @@ class ElasticRun:
     return self.cluster.num_slices if fewest == -1 else fewest
 
   def begin_wait(self) -> None:
-    """The run waits for slices from now on."""
     self._waits_since = self.clock()
 
   def end_wait(self, alive: Collection[int]) -> None:
@@ -224,7 +222,6 @@ class ElasticRun:
     return snapshots and self.cluster.recovers_in_process
 
   def snapshot_due(self, step: int) -> bool:
-    """Whether the attempt should take a snapshot of `step`."""
     return self.uses_snapshots and self.snapshot_policy.due(step)
 
   def resize_due(self, view: View, step: int) -> bool:

@@ -28,7 +28,6 @@ class RetryPolicy:
   idle_attempts: int = 0  # in a row, without a new step
 
   def completed(self, step: int) -> None:
-    """The current attempt has completed `step`."""
     if step <= self.furthest_step:
       return
     self.furthest_step = step
@@ -74,7 +73,6 @@ class ResizePolicy:
     self.cost_seconds = cost
 
   def resized(self) -> None:
-    """The number of slices has changed."""
     self.last_resize = self.clock()
 
   @property
@@ -114,7 +112,6 @@ class SnapshotPolicy:
     self._others: deque[float] = deque(maxlen=4 * _SAMPLES)
 
   def due(self, step: int) -> bool:
-    """Whether a snapshot of `step` should be taken."""
     if not self.is_fixed and self.period < 3 and step % _PAUSE_EVERY < _PAUSE:
       return False  # with no pause every step would be affected by a snapshot, and no step could be compared
     if self.is_fixed or not self._taken:
@@ -122,11 +119,9 @@ class SnapshotPolicy:
     return step - self._taken[-1] >= self.period  # later by as many steps as the copy before it takes too long
 
   def taken(self, step: int) -> None:
-    """A snapshot of `step` has been started."""
     self._taken.append(step)
 
   def completed(self, step: int, seconds: float) -> None:
-    """`step` took `seconds`."""
     if self.is_fixed:
       return
     own_one, after_one = step in self._taken, step - 1 in self._taken

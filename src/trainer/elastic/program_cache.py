@@ -103,7 +103,6 @@ class ProgramCache(Generic[P]):
     return compiled
 
   def has_step(self, slices: Iterable[int]) -> bool:
-    """Whether the step for exactly these slices is compiled."""
     topology = self.topologies.get(tuple(sorted(slices)))
     return topology is not None and topology.step is not None
 

@@ -46,7 +46,6 @@ class RecoveryLog:
 
   @property
   def under_way(self) -> bool:
-    """Whether an event has not been recovered from yet."""
     return bool(self._open)
 
   def begin(self, event: ElasticEvent, slices: list[int], began: float, *, step: int, alive: int) -> None:
@@ -55,12 +54,10 @@ class RecoveryLog:
     self._open.append(_Recovery(event, slices, step, alive, began, detect_seconds, self._counter.compilations))
 
   def waited(self, seconds: float) -> None:
-    """The loop has waited `seconds` for slices."""
     for recovery in self._open:
       recovery.wait_seconds += seconds
 
   def compiled(self, seconds: float) -> None:
-    """The attempt has waited `seconds` for its compiled step."""
     for recovery in self._open:
       recovery.compile_seconds += seconds
 

@@ -62,7 +62,6 @@ class Progress:
     self.close()
 
   def step(self, record: StepRecord) -> None:
-    """Shows a completed step."""
     if self._is_printed(record.step):
       self._log.line(format_step_line(record))
     elif record.step % self._log_period == 0 or record.step in (1, self._total_steps):

@@ -20,7 +20,8 @@ Digests = tuple[Scalars, Sequence[jax.Array]]  # of a share, perhaps not compute
 
 
 class Checks:
-  """The compiled digests of one slice."""
+  """The compiled digests of one slice. `of_` starts the digests of a share or of the whole state; `read_` and `number`
+  wait for them."""
 
   SCALARS = ("loss", "z_loss", "weight")  # of a share
 
@@ -36,26 +37,21 @@ class Checks:
     self._state_names = list(state_tree.flatten(abstract))
 
   def of_share(self, scalars: Scalars, parts: Sequence[Part]) -> Digests:
-    """Starts the digests of a share."""
     return scalars, [digest(part.tree) for digest, part in zip(self._of_parts, parts, strict=True)]
 
   def read_share(self, digests: Digests) -> Sums:
-    """Waits for the digests of a share."""
     scalars, arrays = digests
     bits = zip(self.SCALARS, np.asarray(scalars, np.float32).view(np.uint32).tolist(), strict=True)
     sums = np.concatenate([_of_all_devices(array) for array in arrays]).tolist()
     return {name: [number, number.bit_count()] for name, number in bits} | dict(zip(self._names, sums, strict=True))
 
   def of_state(self, state: TrainState) -> jax.Array:
-    """Starts the digests of the whole state."""
     return self._of_state(state)
 
   def number(self, digests: jax.Array) -> int:
-    """Waits for the digests of the whole state, and returns a checksum of them."""
     return zlib.crc32(_of_all_devices(digests).tobytes())
 
   def read_state(self, digests: jax.Array) -> Sums:
-    """Waits for the digests of the whole state."""
     return dict(zip(self._state_names, _of_all_devices(digests).tolist(), strict=True))
 
 

@@ -120,7 +120,6 @@ def _bits(array: jax.Array) -> jax.Array:
 
 
 def shardings(state: TrainState) -> TrainState:
-  """Returns the shardings of an abstract or a real state."""
   return jax.tree.map(lambda leaf: leaf.sharding, state)
 
 

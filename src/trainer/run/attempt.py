@@ -181,7 +181,6 @@ class Attempt:
   # ---- evaluations
 
   def evaluation_due(self, step: int) -> bool:
-    """Whether the state after `step` completed steps should be evaluated."""
     if not self.session.data.evaluations or step == 0:
       return False
     period = self.config.observe.eval_interval

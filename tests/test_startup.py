@@ -99,7 +99,7 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)
 
 
-@pytest.mark.parametrize("part", ["cluster.start", "run.prepare.prepare"])
+@pytest.mark.parametrize("part", ["cluster.start", "run.preparation.prepare"])
 def test_before_the_run_is_open_an_error_of_the_users_input_is_2_and_others_are_raised(
   tmp_path, monkeypatch, capsys, part
 ):

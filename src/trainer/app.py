@@ -62,7 +62,7 @@ def run(
     from trainer.process import compilation_cache, file_limit
     from trainer.program import program
     from trainer.run import run_data
-    from trainer.run.prepare import prepare
+    from trainer.run.preparation import prepare
     from trainer.run.session import open_session
     from worlds.peers import RunEnded
 

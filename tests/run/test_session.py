@@ -21,7 +21,7 @@ from trainer.config import ConfigError
 from trainer.observe.events import read_events
 from trainer.observe.metrics import StepRecord
 from trainer.process.stop import Stop
-from trainer.run.prepare import prepare
+from trainer.run.preparation import prepare
 from trainer.run.session import open_session
 from trainer.world import SingleWorld
 

@@ -22,7 +22,7 @@ from trainer.observe import environment, files
 from trainer.observe.events import EventLog
 from trainer.observe.log import Log
 from trainer.program.program import Program
-from trainer.run.prepare import Prepared
+from trainer.run.preparation import Prepared
 from trainer.run.run_data import RunData
 
 

@@ -33,7 +33,7 @@ from trainer.program import program
 from trainer.program.program import Program
 from trainer.run.announce import announce, next_commands
 from trainer.run.plugins import Opened
-from trainer.run.prepare import Prepared
+from trainer.run.preparation import Prepared
 from trainer.world import SINGLE_WORLD
 
 

@@ -284,7 +284,7 @@ def build(
     raise ConfigError(
       f"max_target_length={length} does not divide by the {context} ways of the mesh axis 'context'. Choose a multiple."
     )
-  plan = _batch_plan(config, mesh, len(slices), num_slices_total)
+  plan = _batch_plan(config, mesh, rows, len(slices), num_slices_total)
   platform = slices[0][0].platform
   kernel = _attention(cfg, platform, mesh, length)
   tokens = len(slices) * rows * length // (mesh.shape[mesh_lib.DATA] * mesh.shape[mesh_lib.FSDP] * context)
@@ -320,11 +320,11 @@ def build(
 
 def batch_plan_of(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> BatchPlan:
   """Returns how the living `slices` of `num_slices_total` share a step. Raises ConfigError if sizes do not fit."""
-  return _batch_plan(config, mesh_lib.make(config.parallelism, slices), len(slices), num_slices_total)
+  rows = rows_per_micro_batch(config, len(slices[0]))
+  return _batch_plan(config, mesh_lib.make(config.parallelism, slices), rows, len(slices), num_slices_total)
 
 
-def _batch_plan(config: Config, mesh: Mesh, alive: int, total: int) -> BatchPlan:
-  rows = rows_per_micro_batch(config, mesh.size // alive)
+def _batch_plan(config: Config, mesh: Mesh, rows: int, alive: int, total: int) -> BatchPlan:
   step.require_whole_rows(mesh, alive * rows)
   micro_batches = config.optimizer.gradient_accumulation_steps
   if config.elastic.shares_per_slice > 0:  # this program computes one share of a slice's part of the batch

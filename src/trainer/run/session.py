@@ -48,7 +48,7 @@ class Session:
     self.attempts, self.was_ready, self.wrote_config = 0, False, False
     self.data, self.plugins, self.weights = prepared.data, prepared.plugins, prepared.weights
     self._open_records(stack)
-    self.metrics.callbacks += prepared.callbacks
+    self.metrics.callbacks.extend(prepared.callbacks)
     full = prepared.program
     build = functools.partial(program.of_view, config, user_optimizer=full.user_optimizer)
     counter = stack.enter_context(CompileCounter())

@@ -28,6 +28,11 @@ ACCELERATORS = 1e-2  # which multiply float32 with fewer bits
 _ADDRESS = re.compile(
   r"\b\d{1,3}(\.\d{1,3}){3}(:\d+)?\b|\b[a-z0-9]+://[^\s,;'\"]+|(?<![\w./])/[\w.+@%-]+(/[\w.+@%-]+)+"
 )
+_TOOLS = "python -m trainer.tools."  # how the command of each row begins
+_ONE_SHEET = (
+  "@media print { @page { margin: 9mm } body { padding: 0; max-width: none } h1 { font-size: 15px }"
+  " .lead, .good, .bad, .sub, table, th { font-size: 8px; margin: 1px 0 } td, th { padding: 1px 7px 1px 0 } }"
+)
 _STATES = {True: "holds", False: "does not hold", None: "does not apply"}
 
 
@@ -152,10 +157,14 @@ def _flat(card: Card) -> dict[str, Any]:
 
 def page(card: Card) -> str:
   """The card as HTML for one sheet."""
-  headings = ("row", "what", "expected", "seen", "state")
-  rows = [(str(row.row), row.name, row.expected, row.seen, _STATES[row.holds]) for row in card.rows]
-  facts = card.model_dump(include={"date", "commit", "launcher", "slices", "minutes"})
-  facts |= {**card.machine, "keys": " ".join(card.keys), "jax": card.versions.get("jax"), "command": card.command}
-  title = f"Acceptance: {'all rows hold' if card.holds else 'NOT ALL ROWS HOLD'}"
+  headings = ("row", "what", "expected", "seen", "state", f"again: {_TOOLS}")
+  rows = [
+    (str(row.row), row.name, row.expected, row.seen, _STATES[row.holds], row.command.removeprefix(_TOOLS))
+    for row in sorted(card.rows, key=lambda row: row.row)
+  ]
+  facts = {**card.machine, "jax": card.versions.get("jax"), "commit": card.commit, "runs": card.command}
+  state = ("all rows hold that apply", "good") if card.holds else ("NOT ALL ROWS HOLD", "bad")
+  where = [card.date, f"launcher {card.launcher}", f"{card.slices} slices", f"{card.minutes:g} minutes", *card.keys]
   macros = markup.macros()
-  return markup.page(title, f"<h1>{title}</h1>{macros.facts(facts)}{macros.table(headings, rows)}")
+  head = macros.summary("Acceptance", *state, where, [f"{name}: {value}" for name, value in facts.items()])
+  return markup.page("Acceptance", f"<style>{_ONE_SHEET}</style>{head}{macros.table(headings, rows)}")

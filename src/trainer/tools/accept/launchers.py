@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +101,14 @@ def of_options(options: argparse.Namespace) -> Launcher:
 
 @dataclass
 class Job:
-  """A run that accept starts, perhaps several times."""
+  """A run that accept starts, perhaps several times. started: the processes that run, of whichever job."""
 
   launcher: Launcher
   name: str
   arguments: Sequence[str]
   folder: Path
+  started: list[subprocess.Popen[bytes]]
   _until: float = 0.0
-  _started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
   @property
   def directory(self) -> str:
@@ -128,7 +128,7 @@ class Job:
     with Path(f"{self.directory}.txt").open("ab") as file:
       for command in filter(None, (self.command(*keys), self.launcher.helper)):
         null = subprocess.DEVNULL
-        self._started.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=file, start_new_session=True))
+        self.started.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=file, start_new_session=True))
 
   def seconds_left(self) -> float:
     """Raises NotSeen if no time is left."""
@@ -159,7 +159,7 @@ class Job:
   def wait(self, what: str, is_done: Callable[[], Any]) -> None:
     """Returns once `is_done` returns something true. Raises NotSeen if the run ends before, or the time is over."""
     while True:
-      code = self._started[0].poll()
+      code = self.started[0].poll()
       if is_done():
         return
       if code is not None:
@@ -172,7 +172,7 @@ class Job:
 
   def end(self) -> int:
     """The exit code of the run. Raises NotSeen if the run does not end in time."""
-    process = self._started[0]
+    process = self.started[0]
     self.wait("its end", lambda: process.poll() is not None)
     ends = self.events("run_end")  # other launchers have exit codes of their own
     is_own = self.launcher.name not in ("torchrun", "command")
@@ -183,20 +183,20 @@ class Job:
     records, or under torchrun of the second one, because all end with the first."""
     members = {int(found[1]): int(found[2]) for line in self.output() if (found := _MEMBER.search(line))}
     if self.launcher.restarts_all:
-      return child.descendants(self._started[0].pid)[1]
+      return child.descendants(self.started[0].pid)[1]
     return members[min(members)] if members else None
 
   def terminate(self) -> None:
-    self._started[0].send_signal(signal.SIGTERM)
+    self.started[0].send_signal(signal.SIGTERM)
 
   def kill_all(self) -> None:
-    """SIGKILL to all processes of the run on this machine."""
-    for helper in self._started[1:]:
+    """SIGKILL to all processes of the runs on this machine."""
+    for helper in self.started[1:]:
       helper.terminate()  # srun passes it on to other hosts
       with contextlib.suppress(subprocess.TimeoutExpired):
         helper.wait(_END_SECONDS)
     child.kill_descendants(_END_SECONDS)
-    for process in self._started:  # not on Linux: the slices end by themselves
+    for process in self.started:  # not on Linux: the slices end by themselves
       process.kill()
       process.wait()
-    self._started = []
+    self.started.clear()

@@ -83,7 +83,8 @@ class Acceptance:
     rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
     arguments = ["configs/accept.yml", f"base_output_directory={out}", *f"{data} {rows}".split(), *keys]
     names = ("kill", "stop", "crash", "damage", "undisturbed")
-    self.jobs = {name: Job(launcher, name, [*arguments, f"run_name={name}"], out) for name in names}
+    started: list[subprocess.Popen[bytes]] = []
+    self.jobs = {name: Job(launcher, name, [*arguments, f"run_name={name}"], out, started) for name in names}
 
   def play(self, wanted: Sequence[str]) -> None:
     """Fills the rows of these parts, and of the parts that they need. At its end no process of a run is left."""
@@ -101,8 +102,7 @@ class Acceptance:
     finally:
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a second one would leave processes
-      for job in self.jobs.values():
-        job.kill_all()
+      self.jobs["kill"].kill_all()
 
   @contextlib.contextmanager
   def _row(self, number: int, name: str, expected: str) -> Iterator[CardRow]:

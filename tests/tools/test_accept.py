@@ -115,7 +115,7 @@ def test_two_cards_are_compared(card, tmp_path, capsys):
     (["new", "--only", "kill,all"], "--only all: is no part"),
     (["gs://bucket/new"], "accept damages checkpoints"),
     (["--budget", "0", "new"], "--budget 0: must be more"),
-    (["."], "is there already"),
+    ([__file__], "is there already"),
     (["--check", "missing.yml", "missing.yml"], "missing.yml: is no card"),
   ],
 )

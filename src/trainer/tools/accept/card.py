@@ -11,6 +11,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -84,23 +85,25 @@ def made(found: Acceptance, minutes: float) -> Card:
     "rows": [vars(row) for row in found.rows],
     "losses": found.losses,
   }
-  private = {
-    name: "HOST" for job in found.jobs.values() for line in job.read("events.jsonl") if (name := line.get("host"))
-  }
-  private |= {socket.gethostname(): "HOST", sys.executable: "python", str(found.out): "OUT"}
-  private |= {str(found.out.resolve()): "OUT", **dict.fromkeys(launcher.private, "...")}
-  return Card(**_without_names(card, private), versions=start["versions"])  # some versions look like addresses
-
-
-def _without_names(card: dict[str, Any], private: dict[str, str]) -> dict[str, Any]:
-  """The card without what belongs to nobody else: folders, addresses, names of hosts and of the user."""
-  text = yaml.safe_dump(card, sort_keys=False, width=10**9)
+  hosts = [line["host"] for job in found.jobs.values() for line in job.read("events.jsonl") if line.get("host")]
+  private = {sys.executable: "python", str(found.out): "OUT", str(found.out.resolve()): "OUT"}
+  private |= dict.fromkeys([socket.gethostname(), *hosts], "HOST") | dict.fromkeys(launcher.private, "...")
   with contextlib.suppress(OSError, KeyError):  # the user of a container may have no entry
-    text = re.sub(rf"(?<![\w-]){re.escape(getpass.getuser())}(?![\w-])", "USER", text)
+    private[getpass.getuser()] = "USER"
+  return Card(**_hidden(card, private), versions=start["versions"])  # some versions look like addresses
+
+
+def _hidden(value: Any, private: Mapping[str, str]) -> Any:
+  """The value without what belongs to nobody else: folders, addresses, names of hosts and of the user."""
+  if isinstance(value, dict):
+    return {name: _hidden(one, private) for name, one in value.items()}
+  if isinstance(value, list):
+    return [_hidden(one, private) for one in value]
+  if not isinstance(value, str):
+    return value
   for name in sorted(filter(None, private), key=len, reverse=True):
-    text = text.replace(name, private[name])
-  clean: dict[str, Any] = yaml.safe_load(_ADDRESS.sub("PLACE", text))
-  return clean
+    value = re.sub(rf"(?<![\w-]){re.escape(name)}(?![\w-])", private[name], value)
+  return _ADDRESS.sub("PLACE", value)
 
 
 def read(file: str) -> Card:

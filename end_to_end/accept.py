@@ -80,6 +80,7 @@ def _ray(folder: Path, token: Mapping[str, str]) -> Around:
   try:
     assert cluster.stdin and cluster.stdout
     address = cluster.stdout.readline().strip()
+    assert address, "Ray has started no cluster: its messages are above"
     yield ["--kill", "pkill -9 -o -f [r]ay::RayTrainWorker"], {"RAY_ADDRESS": address, "RAY_USAGE_STATS_ENABLED": "0"}
   finally:
     cluster.communicate(timeout=60)

@@ -14,7 +14,7 @@ import numpy as np
 from input_pipeline import packages, tf_example, windows
 from input_pipeline.data_files import File
 from input_pipeline.documents import BadRecord, Document, Piece
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.open_files import LastUsed
 
 X = TypeVar("X")

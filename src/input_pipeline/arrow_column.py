@@ -10,7 +10,7 @@ import numpy as np
 
 from input_pipeline import record
 from input_pipeline.documents import BadRecord, Document, Piece
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 
 def find(schema: Any, piece: Piece, column: str) -> list[str]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from input_pipeline import storage
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.locks import locked
 
 Log = Callable[[str], None]

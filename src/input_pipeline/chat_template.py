@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from input_pipeline import remote, storage
-from input_pipeline.errors import ConfigError, shorten
+from input_pipeline.input_errors import ConfigError, shorten
 
 if TYPE_CHECKING:
   from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here

@@ -17,7 +17,7 @@ from typing import Any
 
 from input_pipeline import cache
 from input_pipeline.documents import BadRecords, Documents, Piece, naming
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _SETTLED_NS = 2 * 10**9  # a file that was written more recently may change again without another time
 _SAMPLES, _SAMPLED = 16, 2**12  # of a file that is read in place: places, bytes at each

@@ -17,7 +17,7 @@ import numpy as np
 
 from input_pipeline.chat_template import Span, Template
 from input_pipeline.documents import Conversation
-from input_pipeline.errors import shorten
+from input_pipeline.input_errors import shorten
 from input_pipeline.tokenizer import BpeTokenizer, Tokenizer, continuation, encodable
 
 _ROLES = ("system", "user", "assistant")

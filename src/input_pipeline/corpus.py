@@ -16,8 +16,8 @@ from typing import BinaryIO
 from input_pipeline import data_files, first_bytes, folders, jsonl, storage
 from input_pipeline.data_files import TEXT_SUFFIXES, File
 from input_pipeline.documents import BadRecord, LongText, Piece, cut_at_lines, line_number, naming
-from input_pipeline.errors import ConfigError
 from input_pipeline.folders import LeftOut
+from input_pipeline.input_errors import ConfigError
 
 # Folders of the standard library's sources that are not Python code to learn from: installed packages, tests with text
 # that is broken on purpose, tables of code points (encodings), the documentation as one string (pydoc_data).

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from input_pipeline import folders, remote, storage
-from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.folders import LeftOut
+from input_pipeline.input_errors import ConfigError, shorten
 
 File: TypeAlias = Path | remote.RemoteFile
 X = TypeVar("X", bound=File)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from input_pipeline import array_record, corpus, data_files, elements, first_bytes, hf, jsonl, parquet, remote, tfds
 from input_pipeline.documents import Documents, Piece, naming, uncut
-from input_pipeline.errors import ConfigError, require
 from input_pipeline.folders import LeftOut
+from input_pipeline.input_errors import ConfigError, require
 
 if TYPE_CHECKING:
   from input_pipeline.options import DataOptions  # pydantic is slow to import and not needed here

@@ -20,7 +20,7 @@ import numpy as np
 
 from input_pipeline import storage
 from input_pipeline.data_files import File
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _AROUND_CUT = 2**16  # bytes that are read to find the end of a line
 

@@ -20,7 +20,7 @@ import numpy as np
 from input_pipeline import contents, record
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.documents import BadRecord, Document, Documents, Piece, uncut
-from input_pipeline.errors import ConfigError, shorten
+from input_pipeline.input_errors import ConfigError, shorten
 from input_pipeline.source import Source
 
 _PLACES = 16  # of elements that the fingerprint is computed from, with the last one

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatch, fnmatchcase
 from pathlib import Path, PurePath
 
-from input_pipeline.errors import ConfigError, shorten
+from input_pipeline.input_errors import ConfigError, shorten
 
 _MOST_KINDS = 6  # that a line names
 # Bytes. Systems allow 4096 for a whole path, and the files of a run add long names of their own.

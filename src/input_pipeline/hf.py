@@ -9,7 +9,7 @@ from typing import Any
 
 from input_pipeline import arrow_column, packages, storage
 from input_pipeline.documents import BadRecord, Document, Piece
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _SPLITS, _STATE = "dataset_dict.json", "state.json"
 

@@ -13,7 +13,7 @@ import numpy as np
 from input_pipeline import array_record, cache, contents, prepare, prepared, windows, workers
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.documents import BadRecord, BadRecords, Documents, Piece
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
 from input_pipeline.source import Source

@@ -12,7 +12,7 @@ from typing import BinaryIO, cast
 
 from input_pipeline import conversations, first_bytes, packages, record, storage
 from input_pipeline.documents import BadRecord, Document, Piece, cut_at_lines, line_number
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _COMPRESSED = (".gz", ".zst")
 

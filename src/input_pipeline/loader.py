@@ -15,7 +15,7 @@ import numpy as np
 from input_pipeline import datasets, elements, in_place, prepared, tally, workers
 from input_pipeline.batch import Batch, DataError, empty_example, stack
 from input_pipeline.documents import Documents
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.mixture import Member, MixtureSource, Steps, short
 from input_pipeline.source import Source
 from input_pipeline.synthetic import SyntheticSource

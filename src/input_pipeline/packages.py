@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 
 def load(module: str, *, package: str, extra: str, reason: str) -> Any:

@@ -24,7 +24,7 @@ from input_pipeline.documents import (
   LongText,
   MaskedIds,
 )
-from input_pipeline.errors import ConfigError, shorten
+from input_pipeline.input_errors import ConfigError, shorten
 from input_pipeline.progress import tell
 from input_pipeline.tokenizer import COMPLETE, ByteTokenizer, Tokenizer
 

@@ -15,7 +15,7 @@ from input_pipeline import cache, chat_template, contents, prepare, store, windo
 from input_pipeline.batch import Example, empty_example
 from input_pipeline.conversations import ChatTokenizer
 from input_pipeline.documents import JSON_OF_MESSAGES, TOKENS, BadRecords, Documents, LongText
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.order import Order, identity
 from input_pipeline.progress import tell
 from input_pipeline.source import Source

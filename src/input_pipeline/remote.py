@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from input_pipeline import places, storage
-from input_pipeline.errors import ConfigError, shorten
 from input_pipeline.folders import LeftOut, is_set_aside, literal, matches
+from input_pipeline.input_errors import ConfigError, shorten
 from input_pipeline.storage import StorageError
 
 SCHEMES = ("gs", "s3")

@@ -8,7 +8,7 @@ from typing import Any
 
 from input_pipeline import packages, record
 from input_pipeline.documents import BadRecord, Document, Piece
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _PACKAGE = {"package": "tensorflow-datasets", "extra": "tfds", "reason": "dataset_type=tfds"}
 _UNREADABLE = (RuntimeError, IndexError, OSError)

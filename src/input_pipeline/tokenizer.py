@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from input_pipeline import first_bytes, long_text, remote, storage
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 _FILE = "tokenizer.json"  # of a folder
 _BOS, _EOS = "<|bos|>", "<|eos|>"

@@ -8,7 +8,9 @@ import sys
 from collections.abc import Callable
 from typing import NoReturn
 
-from input_pipeline.errors import ConfigError  # trainer.config imports pydantic, and a signal would find no handler
+from input_pipeline.input_errors import (
+  ConfigError,  # trainer.config imports pydantic, and a signal would find no handler
+)
 from worlds.exit_codes import BAD_INPUT, COMPLETE, FAILED, INTERRUPTED
 
 

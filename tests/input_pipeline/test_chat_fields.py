@@ -10,7 +10,7 @@ from tests.support import chats
 from tests.support.data_files import ARROW
 
 from input_pipeline.conversations import Tally, parse
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 
 USER, ASSISTANT = HELLO
 TWICE = [*HELLO, {"role": "user", "content": "42"}, {"role": "assistant", "content": "\u00e9"}]

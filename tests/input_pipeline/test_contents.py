@@ -150,7 +150,7 @@ def test_a_cache_that_cannot_be_written_serves_a_corpus_that_was_touched(tmp_pat
   os.utime(tmp_path / "a" / "a.jsonl", (1, 1))
   settle(tmp_path / "a")
   from input_pipeline import cache
-  from input_pipeline.errors import ConfigError
+  from input_pipeline.input_errors import ConfigError
 
   def refuse(*arguments, **more):
     raise ConfigError("dataset_cache_directory=... cannot be written")

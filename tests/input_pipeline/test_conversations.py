@@ -12,7 +12,7 @@ from tests.support.data_files import ARROW
 
 from input_pipeline import chat_template
 from input_pipeline.conversations import ChatTokenizer, Tally, parse
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.loader import Loader, check, make_loader, open_eval_sets
 from input_pipeline.options import DataOptions, MixtureEntry
 from input_pipeline.tokenizer import load_bpe

@@ -19,7 +19,7 @@ from tests.support.data_files import LENGTH, TEXTS, TOKENS, everything, load, tf
 
 from input_pipeline import elements
 from input_pipeline.batch import Batch, DataError, Example
-from input_pipeline.errors import ConfigError
+from input_pipeline.input_errors import ConfigError
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
 from trainer.checkpoint.checkpoint_errors import ConfigMismatch

@@ -20,8 +20,8 @@ from tests.support.command import ROOT, cpu_environment
 
 from input_pipeline.loader import make_loader
 from input_pipeline.options import DataOptions
+from trainer.tools.accept import accept_corpus, launchers
 from trainer.tools.accept import card as card_lib
-from trainer.tools.accept import corpus, launchers
 from trainer.tools.accept.__main__ import main
 from trainer.tools.accept.rows import LOSSES, Acceptance, CardRow
 
@@ -29,7 +29,7 @@ LENGTH = 32
 
 
 def test_the_digests_of_batches_are_those_of_the_loader_and_each_document_is_in_an_epoch_once(tmp_path):
-  file = corpus.write(str(tmp_path), LENGTH)
+  file = accept_corpus.write(str(tmp_path), LENGTH)
   options = DataOptions(
     max_target_length=LENGTH,
     dataset_type="grain",
@@ -40,13 +40,13 @@ def test_the_digests_of_batches_are_those_of_the_loader_and_each_document_is_in_
   )
   loader = make_loader(options, vocab_size=258, global_batch_size=12, split="train")
   numbers = []
-  for step in range(corpus.DOCUMENTS // 12):
-    of_step = [corpus.number_of(tokens) for tokens in loader.batch(step).tokens]
-    assert corpus.digest(of_step, LENGTH) == loader.tally(step, hashes=True).hex
-    assert corpus.digest(of_step[::-1], LENGTH) != loader.tally(step, hashes=True).hex
+  for step in range(accept_corpus.DOCUMENTS // 12):
+    of_step = [accept_corpus.number_of(tokens) for tokens in loader.batch(step).tokens]
+    assert accept_corpus.digest(of_step, LENGTH) == loader.tally(step, hashes=True).hex
+    assert accept_corpus.digest(of_step[::-1], LENGTH) != loader.tally(step, hashes=True).hex
     numbers += of_step
   loader.close()
-  assert sorted(numbers) == list(range(corpus.DOCUMENTS))
+  assert sorted(numbers) == list(range(accept_corpus.DOCUMENTS))
 
 
 @pytest.fixture

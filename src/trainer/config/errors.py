@@ -9,9 +9,9 @@ import contextlib
 import difflib
 from collections.abc import Iterable, Iterator
 
-from input_pipeline.errors import ConfigError as ConfigError
-from input_pipeline.errors import require as require
-from input_pipeline.errors import shorten as shorten
+from input_pipeline.input_errors import ConfigError as ConfigError
+from input_pipeline.input_errors import require as require
+from input_pipeline.input_errors import shorten as shorten
 
 
 def how_to_install(extra: str) -> str:

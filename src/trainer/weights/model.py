@@ -11,7 +11,7 @@ import numpy as np
 
 from input_pipeline import tokenizer as tokenizer_lib
 from input_pipeline.conversations import ChatTokenizer
-from input_pipeline.errors import shorten
+from input_pipeline.input_errors import shorten
 from input_pipeline.tokenizer import Tokenizer
 from trainer.config.errors import ConfigError
 from trainer.config.schema import ModelSection, RematPolicy

@@ -26,7 +26,7 @@ from input_pipeline.options import DataOptions
 from trainer import cluster
 from trainer.observe.metrics import read_losses
 from trainer.process import child
-from trainer.tools.accept import corpus
+from trainer.tools.accept import accept_corpus
 from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
 
 LOSSES = 100  # steps of row 7
@@ -80,7 +80,7 @@ class Acceptance:
     self._deadline = time.monotonic() + 60 * minutes
     self._last: dict[str, int] = {}  # {complete run: its last step}
     self._delays: dict[str, float] = {}  # {process that writes records: seconds until accept has read the last one}
-    data = f"grain_train_files={corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
+    data = f"grain_train_files={accept_corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
     rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
     arguments = ["configs/accept.yml", f"base_output_directory={out}", *f"{data} {rows}".split(), *keys]
     names = ("kill", "stop", "crash", "damage", "undisturbed")
@@ -239,7 +239,7 @@ class Acceptance:
   def _stop(self) -> None:
     job = self.jobs["stop"]
     with self._row(3, "SIGTERM", "exit code 42 after a save; then the next step follows") as row:
-      self._train(job, corpus.DOCUMENTS // _BATCH + 5)  # into the second epoch
+      self._train(job, accept_corpus.DOCUMENTS // _BATCH + 5)  # into the second epoch
       row.figures = {"seconds": round(self._stop_with_42(job), 1)}
       self._complete(job, 10)
       row.seen = f"saved and ended within {row.figures['seconds']} s, {_repeated(job)} steps lost"
@@ -327,16 +327,19 @@ class Acceptance:
       lines = _receipt(self.jobs["kill"])
       batch = int(self.jobs["kill"].events("run_start")[-1]["global_batch_size"])
       numbers = _documents(self.jobs["kill"].directory, len(lines), batch)
-      for at in range(0, len(numbers), corpus.DOCUMENTS):
-        epoch = numbers[at : at + corpus.DOCUMENTS]
-        _expect(len(set(epoch)) == len(epoch), f"a document is twice in epoch {at // corpus.DOCUMENTS}")
+      for at in range(0, len(numbers), accept_corpus.DOCUMENTS):
+        epoch = numbers[at : at + accept_corpus.DOCUMENTS]
+        _expect(len(set(epoch)) == len(epoch), f"a document is twice in epoch {at // accept_corpus.DOCUMENTS}")
       whole = max(end for _, end in _parts(lines[1]))
       counts: list[int] = []
       for step in range(1, len(lines) + 1):
         parts = _parts(lines[step])
         complete = [first for first, _ in parts] + [whole] == [0] + [end for _, end in parts]
         _expect(complete, f"step {step}: parts of the batch are computed twice or by nobody: {parts}")
-        wanted, seen = corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH), lines[step]["examples"]
+        wanted, seen = (
+          accept_corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH),
+          lines[step]["examples"],
+        )
         _expect(seen == wanted, f"step {step}: the run has read other examples: digest {seen}, expected {wanted}")
         alive = len(lines[step]["computed"])
         counts += [alive] if counts[-1:] != [alive] else []
@@ -428,4 +431,4 @@ def _documents(directory: str, steps: int, batch: int) -> list[int]:
   options = DataOptions(**{name: config[name] for name in DataOptions.model_fields if name in config})
   loader = make_loader(options, vocab_size=int(config["vocab_size"]), global_batch_size=batch, split="train")
   with contextlib.closing(loader):
-    return [corpus.number_of(tokens) for step in range(steps) for tokens in loader.batch(step).tokens]
+    return [accept_corpus.number_of(tokens) for step in range(steps) for tokens in loader.batch(step).tokens]

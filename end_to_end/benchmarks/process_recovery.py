@@ -1,13 +1,15 @@
 """Times losses and returns of slices that are real processes, from SIGKILL to the next completed step.
 
     python -m end_to_end.benchmarks.process_recovery [--kills 20] [--restarts 3] [--torchrun 5] [--ray 10]
+    python -m end_to_end.benchmarks.process_recovery --restarts 0 local_steps=32 checkpoint_period=64
 
 Kills a random slice of three, waits until it is back, and kills again, in one run. Then the same model without this
 protocol: all processes are killed and the command is started again, as a launcher does that restarts everybody.
 --ray does the same on a Ray cluster of four nodes (needs the package ray): Ray replaces the lost worker, or it restarts
 all workers; then the longest time without a completed step is measured.
 A loss lasts from the call of kill() to the time in the record of the next step, which fewer slices computed. A return
-costs the time between the two steps around it, less the median step. Compilations are those of the surviving processes.
+costs the time between the two steps around it, less the median step; so does a loss, if the step would else have ended
+at the usual time. With local steps, each of these times is that of a round. Compilations are those of the survivors.
 With --torchrun (needs torch), torchrun starts the slices. It restarts all of them when one is killed: measured from the
 call of kill() to the first step of the new group.
 """
@@ -42,14 +44,15 @@ CALM_STEPS = 20  # between a return and the next loss
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--kills", type=positive, default=20, help="losses of one slice")
-  parser.add_argument("--restarts", type=positive, default=3, help="losses of everything")
+  parser.add_argument("--restarts", type=int, default=3, help="losses of everything; 0: none")
   parser.add_argument("--ray", type=positive, help="losses of one slice under Ray, for each of its two ways")
   parser.add_argument("--torchrun", type=positive, help="losses of one slice that torchrun has started")
+  parser.add_argument("keys", nargs="*", metavar="key=value", help="for all runs")
   options = parser.parse_args()
   signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no process is left
   with tempfile.TemporaryDirectory(prefix="process-recovery-") as directory:
     folder = Path(directory)
-    keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}"]
+    keys = [*MODEL, f"steps={ENDLESS}", "checkpoint_period=50", f"jax_cache_dir={folder / 'compiled'}", *options.keys]
     print("| event | n | p50 | p95 | p99 | most | compilations | steps lost |\n|---|---|---|---|---|---|---|---|")
     if options.ray:
       from tests.support.ray_runs import RayRun
@@ -64,12 +67,13 @@ def main() -> None:
     lose_slices(ProcessRun(folder / "slices", keys), options.kills)
     if options.torchrun:
       restart_group(TorchrunRun(folder / "torchrun", keys, restarts=options.torchrun), options.torchrun)
-    restart_all(ProcessRun(folder / "all", keys), options.restarts)
+    if options.restarts:
+      restart_all(ProcessRun(folder / "all", keys), options.restarts)
 
 
 def lose_slices(run: ProcessRun, kills: int, title: str = "") -> None:
   chance = random.Random(0)
-  losses, returns = list[float](), list[float]()
+  losses, longer, returns = list[float](), list[float](), list[float]()
   with run.launched() as supervisor:
     for kill in range(kills):
       calm = run.last_step + CALM_STEPS
@@ -78,16 +82,18 @@ def lose_slices(run: ProcessRun, kills: int, title: str = "") -> None:
       began = time.time()
       assert run.kill(victim)
       run.wait_for(lambda kill=kill: run.count("slice_up") > kill, supervisor, 300)
-      run.wait_for(lambda: len(run.active()) == 3, supervisor, 300)
+      run.wait_for(lambda: len(run.active()) == 3 and steps(run)[-1]["slices"] == 3, supervisor, 300)
       records = steps(run)
       losses.append(next(r["wall"] for r in records if r["wall"] > began and r["slices"] == 2) - began)
       gaps = [(b["wall"] - a["wall"], a["slices"], b["slices"]) for a, b in itertools.pairwise(records)]
       usual = statistics.median(gap for gap, _, _ in gaps)
+      longer.append([gap for gap, before, after in gaps if (before, after) == (3, 2)][-1] - usual)
       returns.append([gap for gap, before, after in gaps if (before, after) == (2, 3)][-1] - usual)
     found = run.events("recovery")
   line(f"{title}slice killed", losses, found, "slice_down")
+  line(f"{title}this step, less the median step", longer, found, "slice_down")
   line(f"{title}slice returned", returns, found, "slice_up")
-  print(f"\nMedian step: {1000 * usual:.0f} ms\n")
+  print(f"\nMedian step or round: {1000 * usual:.0f} ms\n")
 
 
 def restart_group(run: TorchrunRun, kills: int) -> None:
@@ -147,7 +153,9 @@ def restart_by_ray(run: RayRun, kills: int) -> None:
 
 
 def steps(run: ProcessRun) -> list[dict[str, Any]]:
-  return [record for record in run.records("metrics") if "loss" in record]
+  """The records of all steps; of local steps, the last one of each round."""
+  found = [record for record in run.records("metrics") if "loss" in record]
+  return [record for record in found if "bytes_sent" in record] or found
 
 
 def new_step(run: ProcessRun, began: float, reached: int) -> float:

@@ -136,7 +136,7 @@ def test_spelling_of_values():
 
 
 def test_preflight_has_options_that_are_written_like_keys():
-  words = ["a.yml", "preflight.degraded=quick", "--compile-topology-num-slices=1", "steps=5"]
+  words = ["a.yml", "compile_topology=", "--compile-topology-num-slices=1", "steps=5"]
   options, others = preflight_options(words)
   assert others == ["a.yml", "steps=5"]
   assert options == PreflightOptions()

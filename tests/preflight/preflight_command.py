@@ -36,10 +36,10 @@ def compile_once(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, int, int], 
   analyse: Callable[..., analysis.Finding] = analysis.analyse
   findings: dict[tuple[str, int, int], analysis.Finding] = {}
 
-  def once(config, slices, total, **options):
+  def once(config, slices, total):
     key = config.model_dump_json(), len(slices), total
     if key not in findings:
-      findings[key] = analyse(config, slices, total, **options)
+      findings[key] = analyse(config, slices, total)
     return findings[key]
 
   monkeypatch.setattr(analysis, "analyse", once)

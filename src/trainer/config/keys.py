@@ -139,7 +139,7 @@ def preflight_options(arguments: Sequence[str]) -> tuple[PreflightOptions, list[
   others: list[str] = []
   for argument in arguments:
     name, equals, text = argument.lstrip("-").partition("=")
-    key = known.get(name.replace("-", "_").replace("preflight.", "preflight_"))
+    key = known.get(name.replace("-", "_"))
     if equals and key is not None:
       given[key.name] = convert(key, text, "command line").value
     else:
@@ -182,7 +182,7 @@ def resolve(name: str, origin: str, *, of_model: bool = False) -> Key:
     return keys[rest]
   if dot and f"{section}_{rest}" in keys:
     return keys[f"{section}_{rest}"]
-  if spelled.replace("preflight.", "preflight_") in PreflightOptions.model_fields:
+  if spelled in PreflightOptions.model_fields:
     raise ConfigError(
       f"{name} ({origin}): this is an option of trainer.tools.preflight, not a key of a run.\n"
       f"Give it on the command line of that tool: python -m trainer.tools.preflight CONFIG.yml {name}=VALUE"

@@ -70,14 +70,6 @@ class RematPolicy(StrEnum):
   AUTO = "auto"  # only until the program is built: trainer.preflight.remat_choice replaces it
 
 
-class DegradedStep(StrEnum):
-  """How preflight compiles the step for one slice less."""
-
-  NONE = "none"
-  QUICK = "quick"
-  FULL = "full"
-
-
 class RunSection(Section):
   """The run: its name, its length and its files."""
 
@@ -493,9 +485,6 @@ class PreflightOptions(Section):
   h200-8, b200-8."""
   compile_topology_num_slices: int = Field(1, ge=1, le=511)
   """Number of slices of compile_topology, at most 511: the limit of the TPU compiler."""
-  preflight_degraded: DegradedStep = DegradedStep.QUICK
-  """How to compile the step that runs when one slice is lost (preflight.degraded=full). quick: with little
-  optimization, enough if the result fits in memory. full: as it runs. none: do not compile it."""
 
 
 class Config(Section):

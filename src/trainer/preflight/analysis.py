@@ -58,8 +58,6 @@ class Analysis:
   attention: str
   micro_batches: int
   memory: Memory
-  xla_flops: float  # the compiler's own counts, which count the body of a loop once
-  xla_bytes: float
   costs: Costs
   unknown_loops: tuple[str, ...]  # sources of loops with an unknown number of turns; they are counted once
   collectives: tuple[Collective, ...]
@@ -96,14 +94,12 @@ def fits(found: Finding, chip: chips.Chip) -> TypeGuard[Analysis]:
   return isinstance(found, Analysis) and found.memory.fits(chip)
 
 
-def analyse(
-  config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int, *, quickly: bool = True
-) -> Finding:
+def analyse(config: Config, slices: Sequence[Sequence[Device]], num_slices_total: int) -> Finding:
   """Returns the analysis of the step for `slices`, the slices that are alive.
 
-  quickly: with fewer slices than `num_slices_total`, compile for TPUs with little optimization first. This takes a
-  quarter of the time. If that program does not fit, compile with full optimization. A fully optimized program keeps
-  fewer values, and uses more memory for overlap only if there is room, so it fits whenever the quick program fits.
+  Fewer than `num_slices_total` TPU slices are compiled with little optimization first, in a quarter of the time, and
+  with full optimization only if that program does not fit. A fully optimized program keeps fewer values, and uses more
+  memory for overlap only if there is room, so it fits whenever the quick program fits.
 
   Raises:
     ConfigError: sizes do not fit the devices, their compiler does not show its programs, or the user's limit of on-chip
@@ -117,9 +113,7 @@ def analyse(
   except NotImplementedError as error:  # the TPU compiler lacks an operation of a Pallas kernel
     return Refused(len(slices), _first_line(error))
   compiled = functools.partial(_compiled, config, prog, lowered, slices, num_slices_total, time.monotonic() - start)
-  if len(slices) == num_slices_total:
-    return compiled()
-  if quickly and slices[0][0].platform == "tpu":
+  if len(slices) < num_slices_total and slices[0][0].platform == "tpu":
     found = compiled(optimized=False)
     chip = chips.find(slices[0][0].device_kind)
     if chip is not None and fits(found, chip):
@@ -208,7 +202,6 @@ def read_compiled(
     )
   module = hlo.parse(text)
   slice_of_partition = slice_of(prog.mesh, slices)
-  counted = compiled.cost_analysis() or {}
   devices = list(prog.mesh.devices.flat)
   tokens = program.global_batch_size(config, num_slices_total, len(slices[0])) * config.data.max_target_length
   return Analysis(
@@ -228,8 +221,6 @@ def read_compiled(
       code=stats.generated_code_size_in_bytes,
       host=stats.host_argument_size_in_bytes + stats.host_temp_size_in_bytes,
     ),
-    xla_flops=counted.get("flops", 0.0),
-    xla_bytes=counted.get("bytes accessed", 0.0),
     costs=costs.count(module, program.matmul_precision()),
     unknown_loops=tuple(module.unknown_loops()),
     collectives=tuple(collectives.find(module, slice_of_partition)),

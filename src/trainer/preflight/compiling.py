@@ -17,7 +17,7 @@ from stepcost.formats import size
 from trainer import cluster as cluster_lib
 from trainer.config import rules, shares
 from trainer.config.errors import ConfigError, counted, how_to_install, require
-from trainer.config.schema import Config, DegradedStep, PreflightOptions, RematPolicy
+from trainer.config.schema import Config, PreflightOptions, RematPolicy
 
 Slices = Sequence[Sequence[Any]]
 
@@ -38,8 +38,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
   chip = _chip(slices)
   whole = _whole(config, total)
   fewer = whole and (total == 1 or config.parallelism.dcn_data_parallelism == -1)
-  degraded = options.preflight_degraded is not DegradedStep.NONE
-  wanted = [total, total - 1] if total > 1 and fewer and degraded else [total]
+  wanted = [total, total - 1] if total > 1 and fewer else [total]
   compiled_total = total
   if _separate(config):  # each process compiles the program of its own slice, whichever others are alive
     wanted, compiled_total = [1], 1
@@ -48,8 +47,7 @@ def run(config: Config, options: PreflightOptions, started: float) -> int:
     config = _choose_remat(config, slices_of, compiled_total)
   with concurrent.futures.ThreadPoolExecutor(len(wanted)) as pool:
     # Compile in parallel: the compiler releases the lock of the interpreter.
-    analyse = functools.partial(analysis.analyse, quickly=options.preflight_degraded is DegradedStep.QUICK)
-    futures = [pool.submit(analyse, config, slices_of(alive), compiled_total) for alive in wanted]
+    futures = [pool.submit(analysis.analyse, config, slices_of(alive), compiled_total) for alive in wanted]
     for line in findings.state_lines(config, slices, whole):
       print(line)
     costs = (

@@ -29,7 +29,7 @@ _LINKS = (1, 10, 100)  # Gbit/s, between two slices
 
 QUICK = (
   "Compiled quickly, with little optimization, to check that it fits. The program that runs is fully optimized, and "
-  "uses more memory only if there is room. Set preflight.degraded=full to compile exactly that program"
+  "uses more memory only if there is room"
 )
 
 
@@ -158,10 +158,6 @@ def analysis_lines(analysis: Analysis, chip: Chip | None) -> list[str]:
       f"  Memory traffic per device and step: {size(a.costs.device_bytes)}"
       + (f", and {size(a.costs.host_bytes)} to and from the host" if a.costs.host_bytes else "")
     ]
-    if a.xla_flops:  # the GPU compiler counts nothing
-      lines.append(
-        f"  The compiler's own counts, each loop once: {a.xla_flops:.3e} FLOPs, {a.xla_bytes:.3e} bytes accessed"
-      )
     if a.costs.cycles:
       lines.append(f"  The compiler's estimate: {a.costs.cycles:.3e} cycles, without kernels and communication")
   for loop in a.unknown_loops:

@@ -5,8 +5,7 @@ this machine does not have; with compile_topology=h100-8 for the GPUs of a host,
 Without these keys it compiles for the devices of this machine.
 
 Preflight also compiles the step with one slice lost. It does so quickly, with little optimization, and compiles that
-step with full optimization only if the quick program does not fit. preflight.degraded=full always compiles it with full
-optimization; preflight.degraded=none skips it.
+step with full optimization only if the quick program does not fit.
 
 Exit codes: 0: the step fits. 1: it does not fit. 2: the input is wrong, or the compiler is not installed. 3: the
 compiler refused the step for a reason other than memory.

@@ -336,10 +336,8 @@ class Acceptance:
         parts = _parts(lines[step])
         complete = [first for first, _ in parts] + [whole] == [0] + [end for _, end in parts]
         _expect(complete, f"step {step}: parts of the batch are computed twice or by nobody: {parts}")
-        wanted, seen = (
-          accept_corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH),
-          lines[step]["examples"],
-        )
+        wanted = accept_corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH)
+        seen = lines[step]["examples"]
         _expect(seen == wanted, f"step {step}: the run has read other examples: digest {seen}, expected {wanted}")
         alive = len(lines[step]["computed"])
         counts += [alive] if counts[-1:] != [alive] else []

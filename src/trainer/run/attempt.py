@@ -43,14 +43,9 @@ class Attempt:
   ) -> None:
     """Makes everything about these slices that needs no array. `stack` closes it. survivors: slices whose host memory
     has outlived the previous attempt. make_driver: gets this attempt with its program and its backups."""
-    self.config, self.session, self.elastic, self.view, self.survivors = (
-      session.config,
-      session,
-      session.elastic,
-      view,
-      survivors,
-    )
-    config, cluster = session.config, session.cluster
+    self.session, self.view, self.survivors = session, view, survivors
+    config, self.elastic, cluster = session.config, session.elastic, session.cluster
+    self.config = config
 
     def close(call: Callable[[], object]) -> None:
       session.watchdog.pause()  # no step is expected any more

@@ -11,7 +11,6 @@ YAML = "steps: 5\nnum_slices: 1\njax_cache_dir: ''\n"
 MANIFEST = (
   "trainer.launch.manifest jobset configs/base.yml base_output_directory=gs://bbb/r dataset_type=synthetic --image x"
 )
-STEPCOST = "stepcost a.yml --slices 1 --devices-per-slice 1 --chip v5e"
 # The command, and what its message has. A blank stands for an empty argument.
 CASES = [
   ("trainer.tools.generate run a --temperature nan", "nan must be a number of at least 0 and at most 100"),
@@ -35,7 +34,6 @@ CASES = [
   ("trainer.launch.agent --supervisor 127.0.0.1:1 --wait-seconds nan", "nan must be a number of at least 0"),
   ("trainer.launch.ray --min-slices 1 --max-slices 2", "trainer.launch.ray: needs a config file"),
   (f"{MANIFEST} --tpu-type v5litepod-\uff11\uff16", "--tpu-type"),
-  (f"{STEPCOST} --dcn-gbps \uff19", "is not a number in the digits 0 to 9"),
   ("pathways_standin --slices \uff11", "is not a whole number"),
   ("pathways_standin --unix /nowhere/x", "--unix /nowhere/x: its folder does not exist"),
   ("trainer a.yml run_name=\u2003", "run_name='\\u2003' (command line): has only blanks"),

@@ -98,7 +98,7 @@ def test_a_complete_run_that_is_started_again_or_extended_is_no_incident(tmp_pat
     run.end(0, step=done)
     wall += 86400.0
   assert found(tmp_path / "a") == []
-  text = page.sections_of(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), {}, 3600.0)
+  text = page.sections_of(*(run := history.load(str(tmp_path / "a")), goodput.compute(run)), "")
   assert "6 (4 wanted)" in text and "6 of 4" not in text
 
 

@@ -140,15 +140,12 @@ def test_the_list_has_states_and_numbers_to_sort_by(tmp_path):
   assert page.state().body.count('data-key="running"') == 1  # a first step may take long
 
 
-def test_a_run_on_an_object_store_is_followed(tmp_path, short, monkeypatch):
-  from input_pipeline import storage
-
+def test_a_run_on_an_object_store_is_followed(tmp_path, short):
   run = young_run(tmp_path / "a")
   run.close()
   for name in ("metrics.jsonl", "events.jsonl"):  # as an object store has them: numbered parts
     os.rename(tmp_path / "a" / name, tmp_path / "a" / f"{name}.000000")
-  monkeypatch.setattr(storage, "is_address", lambda path: True)
-  page = live.LivePage([str(tmp_path / "a")], period=1.0, clock=Clock())
+  page = live.LivePage([f"file://{tmp_path}/a"], period=1.0, clock=Clock())
   assert "3 of 20" in page.state().body and page.state().version == 1
   part = tmp_path / "a" / "metrics.jsonl.000000"
   line = json.loads(part.read_text().splitlines()[-1]) | {"step": 4}

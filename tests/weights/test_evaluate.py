@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 from tests.support.command import Run, wait_for_exit
 from tests.support.command_runs import write_text
 from tests.support.hf_folders import RUN_KEYS
 
+import trainer
 from trainer.tools import evaluate
 
 
@@ -30,3 +32,10 @@ def test_a_checkpoint_has_the_loss_that_training_recorded(server, compiled, tmp_
   assert found[1] == f"{recorded[2]:.6f}" and found[2] == f"{math.exp(recorded[2]):.4f}"
   assert evaluate.main([place, "vocab_size=300"]) == 2
   assert "vocab_size=300, there 258" in capsys.readouterr().err
+
+
+def test_a_loss_whose_perplexity_is_no_float_is_printed(monkeypatch, tmp_path, capsys):
+  monkeypatch.setattr(trainer, "load", lambda *keys: SimpleNamespace(observe=SimpleNamespace(eval_steps=1)))
+  monkeypatch.setattr(trainer, "Run", lambda config: SimpleNamespace(evaluate=lambda place: {"eval": (710.0, 8.0)}))
+  assert evaluate.main([str(tmp_path)]) == 0
+  assert capsys.readouterr().out == "eval: loss 710.000000 nats per token, perplexity inf, over 8 tokens\n"

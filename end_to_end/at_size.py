@@ -23,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.observe.events import read_events
@@ -69,19 +69,26 @@ class Row:
     return [name for name, holds in rules.items() if not holds]
 
 
+def processes_of(session: int) -> Iterator[int]:
+  """Yields the process ids of a session: a launcher and its members, which are in process groups of their own."""
+  for folder in Path("/proc").glob("[0-9]*"):
+    with contextlib.suppress(OSError):
+      if os.getsid(int(folder.name)) == session:
+        yield int(folder.name)
+
+
 @contextlib.contextmanager
-def watched(used: Used, session: Callable[[], int]) -> Iterator[None]:
+def watched(used: Used, session: int) -> Iterator[None]:
   """Fills `used` from the processes of a session while the block runs."""
   done = threading.Event()
 
   def watch() -> None:
     while not done.wait(0.1):
-      for status in Path("/proc").glob("[0-9]*/status"):
+      for pid in processes_of(session):
         with contextlib.suppress(OSError, ValueError, KeyError):
-          if os.getsid(int(status.parent.name)) == session():
-            fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
-            used.peak = max(used.peak, int(fields["VmHWM"].split()[0]) * 1024)
-            used.threads = max(used.threads, int(fields["Threads"]))
+          fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+          used.peak = max(used.peak, int(fields["VmHWM"].split()[0]) * 1024)
+          used.threads = max(used.threads, int(fields["Threads"]))
 
   thread = threading.Thread(target=watch)
   thread.start()
@@ -108,11 +115,12 @@ def run(log: Path, *command: str) -> Used:
       start_new_session=True,
     )
     try:
-      with watched(used, lambda: process.pid):
+      with watched(used, process.pid):
         code = process.wait()
     except BaseException:
-      with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, 9)
+      for pid in processes_of(process.pid):
+        with contextlib.suppress(ProcessLookupError):
+          os.kill(pid, signal.SIGKILL)
       raise
   if code:
     end = log.read_text(errors="replace")[-3000:]

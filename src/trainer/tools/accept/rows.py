@@ -220,7 +220,7 @@ class Acceptance:
       delay, speed = max(link[0] for link in links.values()), min(link[1] for link in links.values())
       row.figures = {"round_trip_ms": round(1e3 * delay, 4), "GB_per_second": float(f"{1e-9 * speed:.3g}")}
       row.seen = (
-        f"{len(links)} connections: round trip {1e3 * delay:.2f} ms, {8e-9 * speed:.3g} Gbit/s, the slowest ones"
+        f"{len(links)} connections: round trip at most {1e3 * delay:.3g} ms, at least {8e-9 * speed:.3g} Gbit/s"
       )
 
   def _kill_slice(self, job: Job, is_rehearsed: bool) -> float:

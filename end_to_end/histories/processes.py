@@ -395,7 +395,9 @@ def check(run: ProcessRun, undisturbed: ProcessRun, restarts: bool, switch: Swit
     # Steps that were lost with all processes, and done again with another number of local steps, have other values.
     lines = [line for i, line in enumerate(ours.lines) if i >= switch.records or line["step"] <= switch.step]
     ours = dataclasses.replace(ours, lines=lines)
-    if switch.step % int(dict(key.split("=") for key in run.keys)["eval_interval"]):  # its first part ended there
+    if switch.step % int(
+      dict(key.partition("=")[::2] for key in run.keys)["eval_interval"]
+    ):  # its first part ended there
       lines = [line for line in theirs.lines if "loss" in line or line["step"] != switch.step]
       theirs = dataclasses.replace(theirs, lines=lines)
   again = run.folder.parent / run.folder.name.removesuffix("-moved")

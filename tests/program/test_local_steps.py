@@ -145,6 +145,26 @@ def test_the_outer_step_has_the_bits_of_optax(rate, momentum):
     jax.tree.map(np.testing.assert_array_equal, toy.state.params, expected)
 
 
+@pytest.mark.parametrize("keys", [{"opt_type": "muon"}, {"opt_type": "adafactor"}, {"mu_dtype": "bfloat16"}], ids=str)
+def test_every_array_of_an_optimizer_becomes_the_mean_of_the_replicas(keys):
+  """The momentum of each matrix for muon, the factors of the second moment for adafactor."""
+  toy = Toy(section(outer_learning_rate=1.0, outer_momentum=0.0, **keys), steps=2 * H)
+  toy.round(0)
+  step_of, ends = jax.jit(toy.train_step), []
+  for replica in range(REPLICAS):
+    inner = dataclasses.replace(toy.state, outer=None)
+    for index in range(H, 2 * H):
+      inner, _ = step_of(inner, rows(index, replica), toy.values)
+    ends.append(inner)
+  toy.round(H)
+  for ours, *others in zip(*map(jax.tree.leaves, ((one.params, one.opt_state) for one in (toy.state, *ends)))):
+    mean = np.mean([np.asarray(other, np.float64) for other in others], axis=0)
+    tolerance = 1e-2 if ours.dtype == jnp.bfloat16 else 1e-5
+    np.testing.assert_allclose(np.asarray(ours, np.float64), mean, tolerance, tolerance * np.abs(mean).max())
+  flat = lambda end: np.concatenate([np.ravel(np.asarray(leaf, np.float64)) for leaf in jax.tree.leaves(end.opt_state)])
+  assert (flat(ends[0]) != flat(ends[1])).any(), "the replicas have the same moments"
+
+
 def test_one_local_step_of_sgd_is_a_synchronous_step_of_nesterov_sgd():
   cfg = section(
     opt_type="sgd", adam_b1=0.0, local_steps=1, lr_schedule_type="constant", warmup_steps_fraction=0.0,

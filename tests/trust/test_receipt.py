@@ -60,6 +60,7 @@ class Process:
       events=log,
       run_id="1",
       log=types.SimpleNamespace(warning=warnings.append),
+      earlier_step=lambda: self.metrics.earlier_step,
     )
     recorders = lambda: [receipt.Writer(run)]
     self.metrics = metrics.Metrics(str(folder), log, is_primary=is_primary, recorders=recorders, in_thread=in_thread)
@@ -135,6 +136,24 @@ def test_what_is_missing_comes_from_the_metrics(written):
   Process(written).steps(5).metrics.close()
   assert steps_of(written) == [1, 2, 3, 4, 5]
   assert [line["step"] for line in lines_of(written) if "from" in line] == [3, 4]
+
+
+def test_a_new_primary_adds_what_the_store_has_only_in_the_metrics(tmp_path):
+  """Each file of lines of an object store is written on its own, so a kill may leave the metrics of the first steps
+  without a receipt."""
+  first, second = Process(tmp_path / "run"), Process(tmp_path / "run", is_primary=False)
+  first.steps(1, 2, 3)
+  second.steps(1, 2, 3, 4, 5)
+  (tmp_path / "run" / FILE).unlink()
+  second.metrics.take_over()
+  second.metrics.flush()
+  assert steps_of(tmp_path / "run") == [1, 2, 3, 4, 5] and lines_of(tmp_path / "run")[0]["after"] == 0
+  first.metrics.close()
+  second.metrics.close()
+  (tmp_path / "run" / FILE).unlink()  # between two launches: nothing is made up
+  third = Process(tmp_path / "run").steps(6)
+  assert steps_of(tmp_path / "run") == [6]
+  third.metrics.close()
 
 
 def test_a_thread_writes_both_lines_in_their_order_and_is_waited_for(tmp_path):

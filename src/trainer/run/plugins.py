@@ -48,6 +48,7 @@ class Opened:
   log: Log
   events: EventLog
   run_id: str  # "" without checkpoints
+  earlier_step: Callable[[], int]  # the last step that was recorded before this process began; 0: none
 
 
 @dataclasses.dataclass(frozen=True)

@@ -79,7 +79,9 @@ class Session:
     self.folder = stack.enter_context(run_folder.opened(config, cluster, log.line))
     events = self.events = EventLog(directory, config.run.run_name, is_primary=writes)
     stack.callback(events.close)
-    self.plugins.open(Opened(config, cluster, self.data, log, events, self.folder.run_id), stack)
+    self.plugins.open(
+      Opened(config, cluster, self.data, log, events, self.folder.run_id, lambda: self.metrics.earlier_step), stack
+    )
     self.metrics = Metrics(
       directory,
       events,

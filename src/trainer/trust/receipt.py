@@ -84,14 +84,18 @@ class Writer:
     last = list(files.read_last_json_lines(self._directory, FILE, _TAIL))
     self._hash = last[-1].get("hash", "") if last else ""
     places = (line.get("step", line.get("after")) for line in reversed(last))
-    self._step = next((place for place in places if isinstance(place, int)), step - 1)
+    found = next((place for place in places if isinstance(place, int)), None)
+    # Without any line: an object store may have the metrics of the primary before this one, and not its receipt.
+    after = self._run.earlier_step() if found is None else found
+    missing: dict[int, Line] = {}
+    if after + 1 < step:  # lost with the process, the disk or the object store that had them
+      records = (record for record in read_metrics(self._directory) if "loss" in record)
+      missing = {record["step"]: record for record in records if after < record["step"] < step}
+    self._step = min(missing, default=step) - 1 if found is None else found
     self._lines = files.open_lines(self._directory, FILE)
     self._put({"after": self._step, **head(self._run)})
-    if self._step + 1 < step:  # lost with the process, the disk or the object store that had them
-      missing = {record["step"]: record for record in read_metrics(self._directory) if "loss" in record}
-      for before in range(self._step + 1, step):
-        if before in missing:
-          self._append(before, missing[before], {"from": METRICS, "examples": self._examples(before)})
+    for before, record in sorted(missing.items()):
+      self._append(before, record, {"from": METRICS, "examples": self._examples(before)})
 
   def _examples(self, step: int) -> str:
     """The digest of the examples of a step, which are read again; "" if they cannot be read."""

@@ -17,7 +17,7 @@ from trainer.checkpoint.arrays import fingerprint
 from trainer.config.schema import Config
 from trainer.observe import events, files, metrics
 from trainer.trust import receipt
-from trainer.trust.receipt_lines import FILE, check
+from trainer.trust.receipt_lines import FILE, check, contradictions
 
 
 class Fresh(Source):
@@ -221,3 +221,28 @@ def test_numpy_computes_the_fingerprint_of_the_devices(dtype, shape):
   values = jax.numpy.asarray(np.random.default_rng(0).normal(size=shape) * 9, dtype)
   (expected,) = fingerprint.collect(fingerprint.dispatch({"x": values}))[0].values()
   assert fingerprint.of_host_array(np.asarray(values)) == expected
+
+
+def test_the_lines_of_a_round_of_local_steps_have_the_same_weights_and_shares():
+  config = {
+    "steps": 8, "local_steps": 4, "shares_per_slice": 1, "receipt_state_period": 4, "checkpoint_period": 0,
+    "enable_checkpointing": False, "witness_period": 0,
+  }  # fmt: skip
+  start = {"after": 0, "run_id": "", "config": config, "devices": {"slices": 2}, "computes": "shares"}
+  dealt = {"0": [[0, 1]], "1": [[1, 2]]}
+
+  def line(step: int, **changes) -> dict:
+    state = {} if step % 4 else {"state": {"w": "0"}}
+    weights = f"{(step - 1) // 4:08x}"
+    return {"step": step, "examples": "0", "computed": dealt, "weights": weights, **state, **changes}
+
+  good = [start, *map(line, range(1, 9))]
+  assert [*contradictions(good)] == []
+  assert [
+    *contradictions(
+      [*good[:5], line(5, computed={"0": [[0, 2]]}), *(line(n, computed={"0": [[0, 2]]}) for n in (6, 7, 8))]
+    )
+  ] == []
+  for changes in ({"weights": "0000000f"}, {"computed": {"0": [[0, 2]]}}):
+    found = [*contradictions([*good[:6], line(6, **changes), *good[7:]])]
+    assert len(found) == 2 and "step 6: `weights` or `computed` differ from the line before" in found[0]

@@ -155,17 +155,21 @@ def _sha(data: bytes) -> str:
 def contradictions(lines: Sequence[Line]) -> Iterator[str]:
   """What cannot be true of sound lines together."""
   start, is_late = lines[0], True  # is_late: whether a line may still come from METRICS
+  same: tuple[Any, Any] | None = None  # what the lines of a round of local steps have in common
   if start["after"]:
     yield f"steps 1 to {start['after']}: are not in {FILE}. It was deleted, or turned on later"
   for line in lines:
     if "after" in line:
       if line["run_id"] != start["run_id"]:
         yield f"the line after step {line['after']}: it is of another run"
-      start, is_late = line, True
+      start, is_late, same = line, True, None
       continue
     is_late = is_late and "from" in line
     if "from" not in line:
       yield from (f"step {line['step']}: {wrong}" for wrong in _wrong(line, start))
+      before, same = same, (line.get("weights"), line.get("computed"))
+      if before and before != same and (line["step"] - 1) % start["config"].get("local_steps", 1):
+        yield f"step {line['step']}: `weights` or `computed` differ from the line before, which is of the same round"
     elif not is_late or line.keys() & {"computed", "weights", "state", "witness"}:
       yield f"step {line['step']}: it cannot come from {METRICS}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import logging
 import math
 import os
@@ -24,7 +25,7 @@ from tests.support.command import ROOT, cpu_environment
 from input_pipeline import data_files, documents, places, remote, storage
 from input_pipeline.places import Place
 from input_pipeline.storage import StorageError
-from trainer.checkpoint import retention, run_folder, together
+from trainer.checkpoint import background, retention, run_folder, together
 from trainer.checkpoint.checkpoint_errors import CheckpointError
 from trainer.checkpoint.snapshot import Snapshots
 from trainer.checkpoint.state_backup import Candidate
@@ -161,6 +162,15 @@ def test_libraries_print_no_tracebacks_of_what_they_raise(monkeypatch):
   assert all(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
   storage.system("memory://any")
   assert not any(logging.getLogger(name).isEnabledFor(logging.ERROR) for name in names)
+
+
+def test_python_prints_nothing_of_the_buffer_of_an_upload_that_was_cut_off(monkeypatch):
+  told: list = []
+  monkeypatch.setattr(sys, "unraisablehook", told.append)
+  hook = background._WithoutClosedLoops()
+  for owner in (io.BytesIO(), None):
+    hook(SimpleNamespace(exc_type=BufferError, exc_traceback=None, object=owner))
+  assert [unraisable.object for unraisable in told] == [None]
 
 
 def test_only_not_found_means_that_a_folder_was_moved(tmp_path, monkeypatch):

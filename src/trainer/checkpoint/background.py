@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 import threading
@@ -59,7 +60,7 @@ def _is_not_repeated(record: logging.LogRecord) -> bool:
 
 class _WithoutClosedLoops:
   """sys.unraisablehook without the errors of writes that end after their save has failed: tensorstore calls the event
-  loop of the save, which is closed by then."""
+  loop of the save, which is closed by then, and the buffer of an upload that was cut off is freed while it is read."""
 
   def __init__(self) -> None:
     self._before = sys.unraisablehook
@@ -68,4 +69,6 @@ class _WithoutClosedLoops:
     kind, trace = unraisable.exc_type, unraisable.exc_traceback
     if kind is RuntimeError and trace is not None and trace.tb_frame.f_code.co_name == "call_soon_threadsafe":
       return  # nothing of Python has called this frame
+    if kind is BufferError and isinstance(unraisable.object, io.BytesIO):
+      return
     self._before(unraisable)

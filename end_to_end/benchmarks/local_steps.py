@@ -230,7 +230,7 @@ def show(found: dict[Cell, list[float]]) -> None:
       columns = list[str]()
       for losses in (found.get(row._replace(replicas=replicas)) for replicas in REPLICAS):
         each = [one - other for one, other in zip(losses or (), zero)]
-        columns.append(f"{mean(losses):.4f} ({mean(each):+.4f} ± {stdev(each):.4f})" if losses else "")
+        columns.append(f"{mean(losses):.4f} ({mean(each):+.4f}, deviation {stdev(each):.4f})" if losses else "")
       if any(columns):
         kind = f"{row.moments} | {row.rate:g}, {row.momentum:g} | {row.wire} | {row.local_steps}"
         print(f"| {kind} | {' | '.join(columns)} |")

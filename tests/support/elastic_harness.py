@@ -148,7 +148,7 @@ class Harness:
       stop = Stop()
       stop.listen()
       stack.callback(stop.restore)
-      prepared = stack.enter_context(prepare(config, cluster, NO_EXTENSIONS))
+      prepared = stack.enter_context(preparation.prepare(config, cluster, NO_EXTENSIONS))
       session = stack.enter_context(open_session(prepared, stop, time.monotonic()))
       recorder = Recorder(session.data.train)
       session.data.train = recorder  # type: ignore[assignment]

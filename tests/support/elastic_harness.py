@@ -31,6 +31,7 @@ from trainer.observe.events import read_events
 from trainer.observe.metrics import read_metrics
 from trainer.process.stop import Stop
 from trainer.program.program import Program
+from trainer.run import preparation
 from trainer.run.plugins import NO_EXTENSIONS
 from trainer.run.session import Session, open_session
 

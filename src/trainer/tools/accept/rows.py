@@ -253,8 +253,8 @@ class Acceptance:
       self._train(job, 12)
       job.wait("a checkpoint", lambda: job.events("checkpoint_saved"))
       self._calm(job, self.launcher.slices, 3)
-      killed, done = time.time(), len(job.steps())
       job.kill_all()
+      killed, done = time.time(), len(job.steps())  # a step may have been recorded until now
       saved = int(job.events("checkpoint_saved")[-1]["step"])
       self._complete(job, 10)
       first = next(step for step in job.steps()[done:] if float(step["wall"]) > killed)

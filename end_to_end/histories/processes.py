@@ -416,7 +416,9 @@ class Histories:
     scenario = scenario_of(self._kind, seed)
     history = plan(scenario, seed)
     batch = [f"per_device_batch_size={max(2, history.shares)}", f"shares_per_slice={history.shares}"]
-    model = chat_keys(self._folder) if history.model == CHATS else history.model
+    model = history.model
+    if model == CHATS:
+      model = (*chat_keys(self._folder), f"grain_eval_files={self._folder / 'chats.jsonl'}")
     own = [*KEYS, *scenario.keys, *history.of_rounds, *model, *self._keys, *batch]
     own.append(f"jax_cache_dir={self._folder / 'compiled'}")
     environment = {SLOWED: history.slowed} if history.slowed else {}

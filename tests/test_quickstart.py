@@ -93,7 +93,7 @@ def test_it_writes_a_sample_a_report_and_next_commands(run):
   assert last[0] == last[1] and last[0].endswith(f"-m trainer.tools.export_hf {directory} {directory}-hf")
   assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
   page = Page((directory / "report.html").read_text())
-  assert all(load.startswith("data:image/svg+xml") for load in page.loads) and len(page.loads) == 6
+  assert all(load.startswith("data:image/svg+xml") for load in page.loads) and len(page.loads) == 3
   assert "6 steps, 0 s lost, 0 tokens lost" in page.text and "training loss, last step" in page.tiles
   assert f"training from {losses[0]:.4g} at step 1 to {losses[-1]:.4g} at step 6" in page.alts[0]
   assert page.cells[page.cells.index("Data set") + 1].endswith("email")

@@ -192,7 +192,13 @@ class Place:
       with file:
         yield file
       return
-    yield Writer(self.address, file)
+    try:
+      yield Writer(self.address, file)
+    except BaseException:
+      if not self.is_remote:  # to close an upload would complete it
+        with contextlib.suppress(OSError):  # report the first error
+          file.close()
+      raise
     with storage.access("written", self.address):
       file.close()
 

@@ -188,7 +188,7 @@ def tools(folder: Path, state_bytes: float, name: str) -> list[Row]:
   directory, exported = (str(folder / part) for part in (name, "exported"))
   return [
     Row("verify", run(log, "trainer.tools.verify", directory), PROGRAM + state_bytes, 4 * state_bytes),
-    Row("export", run(log, "trainer.tools.export_hf", directory, exported), PROGRAM + params, 2 * params),
+    Row("export", run(log, "trainer.tools.export_hf", directory, exported), PROGRAM + 2 * params, 2 * params),
   ]
 
 

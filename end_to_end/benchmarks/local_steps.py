@@ -191,8 +191,9 @@ def _end_round(
 
 
 def check(trainer: Trainer) -> int:
-  """Trains a cell as processes too, and prints the differences. Few steps, because training amplifies a rounding."""
-  cell, steps, schedule = Cell("Shakespeare", 2, 20, 0.7, 0.9), 40, f"learning_rate_schedule_steps={STEPS}"
+  """Trains a cell as processes too, and prints the differences. One round: in the next one, training with this learning
+  rate amplifies a difference of 1e-7 in the weights to 0.0006 to 0.008 in the loss (measured with the same program)."""
+  cell, steps, schedule = Cell("Shakespeare", 2, 20, 0.7, 0.9), 20, f"learning_rate_schedule_steps={STEPS}"
   keys = [f"steps={steps}", f"checkpoint_period={steps}", f"eval_interval={steps}", schedule]
   with tempfile.TemporaryDirectory(prefix="local-steps-") as folder:
     run = ProcessRun(Path(folder), [], slices=cell.replicas)

@@ -10,7 +10,7 @@ have the same first weights, the same examples in the same order, and the same s
 One replica with the outer values 1 and 0 is the synchronous run.
 
 The results are appended to a file, and the same command continues with what the file does not have. Then it prints
-tables. Moments: "mean" is the product (averaged in each round, as in Local Adam), "own" are those of
+tables. Moments: "mean" is the product (averaged in each round, as in Local Adam), "own" are the moments of
 DiLoCo (each replica keeps its moments), "reset" begins each round with moments of zero; the last two exist only here.
 --check trains one configuration with the product, as processes, and compares its losses and its final weights.
 """
@@ -144,7 +144,7 @@ class Trainer:
 
   @functools.cache  # noqa: B019 -- one object lives as long as the process
   def _data(self, text: str) -> tuple[Batch, Batch]:
-    """The batches of all steps of each seed [seed, step, row, T], and those of the held-out text [batch, row, T]."""
+    """The batches of all steps of each seed [seed, step, row, T]; the batches of the held-out text [batch, row, T]."""
     found, stacked = [], lambda batches: Batch(*(np.stack(arrays) for arrays in zip(*batches)))
     for seed in SEEDS:
       config = load([*self.config(Cell(text, 1, 1), seed), "cluster=multiprocess"], check_paths=False)

@@ -60,21 +60,19 @@ def documents(batch: Any, names: Sequence[str], place: str, first: int = 0) -> I
         f"train_data_columns={column}: in {place} it has the type {kind}. Choose a column of strings, of lists of "
         "integers (token ids), or of lists of messages with role and content."
       )
-  elif others := beside(batch.schema, names):
+    return
+  others = beside(batch.schema, names)
+  if not others and _is_text(types, kind):
+    # Not drop_null: Arrow has none for the types that end in _view, and encoded values hide their nulls.
+    yield from (text for text in values.to_pylist() if text is not None)
+  elif not others and not types.is_struct(kind.value_type):
+    yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
+  else:
     columns = {path[-1]: _values(batch, path).to_pylist() for path in others}
     for number, one in enumerate(values.to_pylist()):
       if one is not None:
         fields = {name: column[number] for name, column in columns.items()}
         yield _document(one, fields, f"row {first + number} of {place}")
-  elif _is_text(types, kind):
-    # Not drop_null: Arrow has none for the types that end in _view, and encoded values hide their nulls.
-    yield from (text for text in values.to_pylist() if text is not None)
-  elif types.is_struct(kind.value_type):
-    for number, one in enumerate(values.to_pylist(), first):
-      if one is not None:
-        yield _document(one, {}, f"row {number} of {place}")
-  else:
-    yield from _lists(types, values, kind.value_type, f"{place}: a list of column {column}")
 
 
 def _is_text(types: Any, kind: Any) -> bool:

@@ -41,16 +41,18 @@ class Liveness:
     """The shortest round trip in seconds and the bytes per second that the system has seen. None: the same host, or not
     known."""
     info = self._info()
-    return (1e-6 * info[_MIN_ROUND_TRIP], float(info[_DELIVERY_RATE])) if info else None
+    is_known = info and info[_DELIVERY_RATE]
+    return (1e-6 * info[_MIN_ROUND_TRIP], float(info[_DELIVERY_RATE])) if is_known else None
 
   def _info(self) -> tuple[int, ...]:
     """What the system knows of the connection; (): nothing, or it is a connection to this host."""
     if not self._is_watched:
       return ()
     try:
-      return _INFO.unpack(self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    except (OSError, struct.error):  # closed: another thread has noticed the end; or a system older than these fields
+      found = self._sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size)
+    except OSError:  # closed: another thread has noticed the end
       return ()
+    return _INFO.unpack(found.ljust(_INFO.size, b"\0"))  # an older system does not have the last fields
 
   def is_dead(self) -> bool:
     """Whether the other host is dead, as this call and earlier calls show: call it several times a second."""

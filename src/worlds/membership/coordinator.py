@@ -185,7 +185,7 @@ class Coordinator(Epochs):
     if code == BAD_INPUT:
       self.failures.refuses(member)
       self._refused.add(member)
-      return []
+      return self.judge() if self._told_of_refusal else []
     if member == self.primary and self.phase != "over" and (code != 42 or self.stopping):
       return self.end(code)
     # A member that leaves, or the last one that was left and got SIGTERM: the run may go on without it.
@@ -204,6 +204,7 @@ class Coordinator(Epochs):
     if member == self.primary:
       self.primary = min(self.live, default=min(self._members, default=-1))
     self._survivors.discard(member)
+    self._told_of_refusal |= member in self._refused  # it prints the message before it ends
     self._sent.informed_members.discard(member)
     if self.phase in ("gathering", "leading") and self.stopping:
       return self._stop_start()

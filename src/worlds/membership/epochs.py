@@ -114,6 +114,7 @@ class Epochs:
     self._replaced: set[int] = set()  # members whose start took too long, once
     self._leader = -1  # the member that was asked to lead and has not answered yet
     self._refused: set[int] = set()  # members that have found wrong input since the last leader was asked
+    self._told_of_refusal = False  # whether such a member has ended, and has printed its message
     self.failures = failures or Failures(rules.attempts)
     self._survivors: set[int] = set()  # members that may hold the state, when no other one does
     self.pulse = Pulse(

@@ -136,6 +136,19 @@ def test_a_state_that_does_not_fit_is_refused_once_and_not_by_each_member_in_tur
   assert run.run.phase == ("over" if ends else "gathering") and (run.run.code == BAD_INPUT) == ends
 
 
+def test_one_refusal_is_printed_although_the_members_start_far_apart():
+  """The first member has printed it and has ended. The second one only has to say that it refuses as well."""
+  run = Run(members=0, minimum=2)
+  run.run.hello(2, 0, 1, "")
+  run.run.finished(2, BAD_INPUT)
+  run.end(2, BAD_INPUT)
+  run.run.hello(2, 0, 1, "")  # started again
+  run.run.hello(0, 0, 1, "")
+  assert run.run.code is None  # two are left, and may do better
+  run.run.finished(0, BAD_INPUT)
+  assert run.run.code == BAD_INPUT
+
+
 def lose_and_return(run: Run, members: list[int], steps: int) -> None:
   for member in members:
     run.end(member, KILLED)

@@ -6,6 +6,7 @@ HOSTS of a slice: 1 (v6e, 2x4) or 2 (v4, 2x2x2). Prints the address of the clust
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import tempfile
@@ -14,15 +15,16 @@ from typing import Any
 from ray.cluster_utils import Cluster
 
 STORE_BYTES = 80 << 20
-ATTEMPTS = 4
 # hosts of a slice -> (Ray's name of the TPU, its topology, Ray's name of the slice, chips of a host)
 KINDS = {1: ("TPU-V6E", "2x4", "v6e-8", 8), 2: ("TPU-V4", "2x2x2", "v4-16", 4)}
 
 
 def main() -> None:
   folder = tempfile.mkdtemp(prefix="ray-")  # short: sockets are in it
+  # Not the option temp_dir: Cluster writes the address to Ray's default folder, which it does not make then.
+  os.environ["RAY_TMPDIR"] = folder
   cluster = Cluster()
-  start(cluster, include_dashboard=False, temp_dir=folder)
+  cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, include_dashboard=False)
   slices, hosts_each = map(int, sys.argv[1:])
   hosts = [host for number in range(slices) for host in add(cluster, number, hosts_each)]
   print(cluster.address, flush=True)
@@ -51,26 +53,10 @@ def add(cluster: Cluster, number: int, hosts: int) -> list[Any]:
       "ray.io/tpu-slice-name": f"slice-{number}",
       "ray.io/accelerator-type": accelerator,
     }
-    added.append(
-      start(
-        cluster,
-        resources=resources,
-        labels=labels,
-        env_vars={"TPU_NAME": f"slice-{number}"},  # from which Ray takes the name of a slice of several hosts
-      )
-    )
+    environment = {"TPU_NAME": f"slice-{number}"}  # from which Ray takes the name of a slice of several hosts
+    of_node = {"resources": resources, "labels": labels, "env_vars": environment}
+    added.append(cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, **of_node))
   return added
-
-
-def start(cluster: Cluster, **options: Any) -> Any:
-  """Starts a node: the head, if it is the first one. Ray gives up after 30 s, which a busy machine may need."""
-  for attempt in range(ATTEMPTS):
-    try:
-      return cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES, **options)
-    except Exception:
-      if attempt == ATTEMPTS - 1:
-        raise
-  raise AssertionError
 
 
 if __name__ == "__main__":

@@ -30,10 +30,11 @@ def caught(name: str, sabotage: Mapping[str, Any], folder: Path) -> str:
   """Plays a sabotaged trainer. Returns "" if its row is the first one that does not hold, else what was seen."""
   copy, out = folder / "src", folder / "out"
   shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
-  file = copy / (sabotage["file"] or "sitecustomize.py")
-  text = file.read_text() if sabotage["file"] else ""
-  assert sabotage["old"] in text, f"{name}: {sabotage['file']} has no {sabotage['old']!r} any more"
-  file.write_text(text.replace(sabotage["old"], sabotage["new"]) if text else sabotage["new"])
+  for change in filter(None, (sabotage, sabotage.get("also"))):
+    file = copy / (change["file"] or "sitecustomize.py")
+    text = file.read_text() if change["file"] else ""
+    assert change["old"] in text, f"{name}: {change['file']} has no {change['old']!r} any more"
+    file.write_text(text.replace(change["old"], change["new"]) if text else change["new"])
   command = [
     sys.executable,
     "-m",

@@ -68,6 +68,12 @@ def card(tmp_path):
   return card_lib.made(found, 1.0)
 
 
+def test_the_folder_may_have_spaces(tmp_path):
+  (out := tmp_path / "a b").mkdir()
+  command = Acceptance(launchers.Launcher("command", 2, ["run"]), out, [], 1.0, "accept").jobs["kill"].command()
+  assert {f"grain_train_files={out}/documents.jsonl", f"dataset_cache_directory={out}/cache"} < set(command)
+
+
 def _bits(loss):
   return struct.pack(">f", loss).hex()
 

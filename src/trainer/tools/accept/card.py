@@ -34,7 +34,6 @@ _ONE_SHEET = (
   "@media print { @page { margin: 9mm } body { padding: 0; max-width: none } h1 { font-size: 15px }"
   " .lead, .good, .bad, .sub, table, th { font-size: 8px; margin: 1px 0 } td, th { padding: 1px 7px 1px 0 } }"
 )
-_STATES = {True: "holds", False: "does not hold", None: "does not apply"}
 
 
 class Card(BaseModel):
@@ -154,7 +153,7 @@ def _flat(card: Card) -> dict[str, Any]:
   found = {**card.model_dump(include={"launcher", "slices", "commit", "keys"}), **card.machine, **card.versions}
   for row in card.rows:
     where = f"row {row.row}, {row.name}"
-    found |= {where: _STATES[row.holds], **{f"{where}: {name}": value for name, value in row.figures.items()}}
+    found |= {where: row.state, **{f"{where}: {name}": value for name, value in row.figures.items()}}
   return found
 
 
@@ -162,7 +161,7 @@ def page(card: Card) -> str:
   """The card as HTML for one sheet."""
   headings = ("row", "what", "expected", "seen", "state", f"again: {_TOOLS}")
   rows = [
-    (str(row.row), row.name, row.expected, row.seen, _STATES[row.holds], row.command.removeprefix(_TOOLS))
+    (str(row.row), row.name, row.expected, row.seen, row.state, row.command.removeprefix(_TOOLS))
     for row in sorted(card.rows, key=lambda row: row.row)
   ]
   facts = {**card.machine, "jax": card.versions.get("jax"), "commit": card.commit, "runs": card.command}

@@ -8,7 +8,6 @@ import importlib.util
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -23,18 +22,20 @@ from trainer.observe import files
 from trainer.observe.metrics import METRICS_FILE
 from trainer.process import child
 
-_LOCAL = "PYTHON -m trainer.launch.local --slices N"
-_COMMANDS = {
+_LOCAL = "{python} -m trainer.launch.local --slices {slices}"
+_SUPERVISOR = _LOCAL + " --local-slices 0 --listen {listen}"
+_COMMANDS = {  # CONFIG: the configuration and the keys of a run, which otherwise come last
   "local": _LOCAL,
-  "torchrun": "PYTHON -m torch.distributed.run --standalone --nproc-per-node N --max-restarts=3 -m trainer",
-  "agents": f"{_LOCAL} --local-slices 0 --listen ADDRESS",
-  "slurm": f"{_LOCAL} --local-slices 0 --listen ADDRESS",
-  "ray": "PYTHON -m trainer.launch.ray --min-slices 1 --max-slices N --replace-lost",
-  "pathways": "PYTHON -m trainer",
-  "command": "COMMAND",
+  "torchrun": "{python} -m torch.distributed.run --standalone --nproc-per-node {slices} --max-restarts=3 -m trainer"
+  " CONFIG num_slices={slices}",
+  "agents": _SUPERVISOR,
+  "slurm": _SUPERVISOR,
+  "ray": "{python} -m trainer.launch.ray --min-slices 1 --max-slices {slices} --replace-lost",
+  "pathways": "{python} -m trainer CONFIG cluster=pathways {controller}",
+  "command": "{command} CONFIG num_slices={slices}",
 }
 NAMES = tuple(_COMMANDS)
-_SRUN = "srun --kill-on-bad-exit=0 PYTHON -m trainer.launch.agent --supervisor ADDRESS"
+_SRUN = "srun --kill-on-bad-exit=0 {python} -m trainer.launch.agent --supervisor {listen}"
 _MEMBER = re.compile(r"Member (\d+) is process (\d+)")
 _POLL_SECONDS = 0.05
 _END_SECONDS = 30.0  # until killed processes have ended
@@ -43,6 +44,14 @@ Line = Mapping[str, Any]
 
 class NotSeen(Exception):
   """A row does not hold: what was seen."""
+
+  holds: bool | None = False
+
+
+class DoesNotApply(NotSeen):
+  """Why a row cannot be shown here."""
+
+  holds = None
 
 
 @dataclass(frozen=True)
@@ -85,30 +94,28 @@ def of_options(options: argparse.Namespace) -> Launcher:
   for holds, rule in rules:
     if not holds:
       raise ConfigError(rule)
-  words = {"PYTHON": [sys.executable], "N": [str(slices)], "ADDRESS": [options.listen]}
-  words["COMMAND"] = shlex.split(options.command)
-  command, helper = (
-    [part for word in text.split() for part in words.get(word, [word])] for text in (_COMMANDS[name], _SRUN)
-  )
-  keys = [f"num_slices={slices}"] if name in ("torchrun", "command") else []
-  if name == "pathways":
-    is_real = environment.get("JAX_PLATFORMS") == "proxy"
-    keys = ["cluster=pathways", "enable_single_controller=true" if is_real else f"cluster_standin={slices}x1"]
-  return Launcher(
-    name, slices, command, keys, helper if name == "slurm" else (), options.kill, (options.listen, options.command)
-  )
+  is_real = environment.get("JAX_PLATFORMS") == "proxy"
+  values = {
+    "python": shlex.quote(sys.executable),
+    "controller": "enable_single_controller=true" if is_real else f"cluster_standin={slices}x1",
+    **vars(options),
+  }
+  before, _, after = _COMMANDS[name].partition(" CONFIG ")
+  command, keys, helper = (shlex.split(text.format(**values)) for text in (before, after, _SRUN * (name == "slurm")))
+  return Launcher(name, slices, command, keys, helper, options.kill, (options.listen, options.command))
 
 
 @dataclass
 class Job:
-  """A run that accept starts, perhaps several times. started: the processes that run, of whichever job."""
+  """A run that accept starts, perhaps several times. started: the processes that run, of whichever job. seconds_left:
+  raises NotSeen if no time is left."""
 
   launcher: Launcher
   name: str
   arguments: Sequence[str]
   folder: Path
   started: list[subprocess.Popen[bytes]]
-  _until: float = 0.0
+  seconds_left: Callable[[], float]
 
   @property
   def directory(self) -> str:
@@ -117,24 +124,14 @@ class Job:
   def command(self, *keys: str) -> list[str]:
     return [*self.launcher.command, *self.arguments, *self.launcher.keys, *keys]
 
-  def begin(self, seconds: float) -> None:
-    """From now on, nothing takes longer than so many seconds."""
-    self._until = time.monotonic() + seconds
-
   def start(self, *keys: str) -> None:
     """Starts the command of the run, with further keys."""
     self.seconds_left()
-    self.kill_all()
+    kill_all(self.started)
     with Path(f"{self.directory}.txt").open("ab") as file:
       for command in filter(None, (self.command(*keys), self.launcher.helper)):
         null = subprocess.DEVNULL
         self.started.append(subprocess.Popen(command, stdin=null, stdout=file, stderr=file, start_new_session=True))
-
-  def seconds_left(self) -> float:
-    """Raises NotSeen if no time is left."""
-    if (left := self._until - time.monotonic()) <= 0:
-      raise NotSeen("its share of the time is over. Give a larger --budget, if nothing hangs")
-    return left
 
   def output(self) -> list[str]:
     """The lines that all starts have printed."""
@@ -186,17 +183,15 @@ class Job:
       return child.descendants(self.started[0].pid)[1]
     return members[min(members)] if members else None
 
-  def terminate(self) -> None:
-    self.started[0].send_signal(signal.SIGTERM)
 
-  def kill_all(self) -> None:
-    """SIGKILL to all processes of the runs on this machine."""
-    for helper in self.started[1:]:
-      helper.terminate()  # srun passes it on to other hosts
-      with contextlib.suppress(subprocess.TimeoutExpired):
-        helper.wait(_END_SECONDS)
-    child.kill_descendants(_END_SECONDS)
-    for process in self.started:  # not on Linux: the slices end by themselves
-      process.kill()
-      process.wait()
-    self.started.clear()
+def kill_all(started: list[subprocess.Popen[bytes]]) -> None:
+  """SIGKILL to all processes of the runs on this machine."""
+  for helper in started[1:]:
+    helper.terminate()  # srun passes it on to other hosts
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      helper.wait(_END_SECONDS)
+  child.kill_descendants(_END_SECONDS)
+  for process in started:  # not on Linux: the slices end by themselves
+    process.kill()
+    process.wait()
+  started.clear()

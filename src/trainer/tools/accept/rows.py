@@ -14,7 +14,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from trainer import cluster
 from trainer.observe.metrics import read_losses
 from trainer.process import child
 from trainer.tools.accept import accept_corpus
-from trainer.tools.accept.launchers import Job, Launcher, Line, NotSeen
+from trainer.tools.accept.launchers import DoesNotApply, Job, Launcher, Line, NotSeen, kill_all
 
 LOSSES = 100  # steps of row 7
 PARTS = {  # {part: (its share of the time, the part whose run it needs)}
@@ -50,13 +50,10 @@ _OTHER_SUMS = 1e-3  # of losses where fewer slices add in another order (one con
 _PREDICTED = re.compile(r"^(Checkpoint: [^,]+|Step time on [^;]+|.*at least .* per step)", re.MULTILINE)
 
 
-class DoesNotApply(Exception):
-  """Why a row cannot be shown here."""
-
-
 @dataclass
 class CardRow:
-  """holds: None where the row does not apply here; `seen` says why. command: repeats what the row shows."""
+  """holds: None where the row does not apply here; `seen` says why. command: repeats what the row shows. figures: what
+  `seen` says, if it is empty."""
 
   row: int
   name: str
@@ -65,6 +62,10 @@ class CardRow:
   command: str = ""
   holds: bool | None = False
   figures: dict[str, float] = field(default_factory=dict)
+
+  @property
+  def state(self) -> str:
+    return {True: "holds", False: "does not hold", None: "does not apply"}[self.holds]
 
 
 class Acceptance:
@@ -77,15 +78,24 @@ class Acceptance:
     self.losses: list[str] = []
     self.start: dict[str, Any] = {}  # the record of the first start of a run
     self._again, self._part = again, ""
-    self._deadline = time.monotonic() + 60 * minutes
+    self._deadline = self._end_of_part = time.monotonic() + 60 * minutes
     self._last: dict[str, int] = {}  # {complete run: its last step}
     self._delays: dict[str, float] = {}  # {process that writes records: seconds until accept has read the last one}
-    data = f"grain_train_files={accept_corpus.write(str(out), _LENGTH)} dataset_cache_directory={out}/cache"
-    rows = f"per_device_batch_size={_BATCH / launcher.slices:g} jax_cache_dir={out}/compiled"
-    arguments = ["configs/accept.yml", f"base_output_directory={out}", *f"{data} {rows}".split(), *keys]
+    arguments = [
+      "configs/accept.yml",
+      f"base_output_directory={out}",
+      f"grain_train_files={accept_corpus.write(str(out), _LENGTH)}",
+      f"dataset_cache_directory={out}/cache",
+      f"per_device_batch_size={_BATCH / launcher.slices:g}",
+      f"jax_cache_dir={out}/compiled",
+      *keys,
+    ]
     names = ("kill", "stop", "crash", "damage", "undisturbed")
-    started: list[subprocess.Popen[bytes]] = []
-    self.jobs = {name: Job(launcher, name, [*arguments, f"run_name={name}"], out, started) for name in names}
+    self._started: list[subprocess.Popen[bytes]] = []
+    self.jobs = {
+      name: Job(launcher, name, [*arguments, f"run_name={name}"], out, self._started, self._seconds_left)
+      for name in names
+    }
 
   def play(self, wanted: Sequence[str]) -> None:
     """Fills the rows of these parts, and of the parts that they need. At its end no process of a run is left."""
@@ -96,14 +106,18 @@ class Acceptance:
     try:
       for at, self._part in enumerate(parts):
         share = min(1.0, _MORE * PARTS[self._part][0] / sum(PARTS[part][0] for part in parts[at:]))
-        for job in self.jobs.values():
-          job.begin(share * (self._deadline - time.monotonic()))
+        self._end_of_part = time.monotonic() + share * (self._deadline - time.monotonic())
         getattr(self, f"_{self._part}")()
-        self.jobs["kill"].kill_all()
+        kill_all(self._started)
     finally:
       for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # a second one would leave processes
-      self.jobs["kill"].kill_all()
+      kill_all(self._started)
+
+  def _seconds_left(self) -> float:
+    if (left := self._end_of_part - time.monotonic()) <= 0:
+      raise NotSeen("its share of the time is over. Give a larger --budget, if nothing hangs")
+    return left
 
   @contextlib.contextmanager
   def _row(self, number: int, name: str, expected: str) -> Iterator[CardRow]:
@@ -112,15 +126,13 @@ class Acceptance:
     try:
       yield row
       row.holds = True
-    except DoesNotApply as reason:
-      row.holds, row.seen = None, str(reason)
     except NotSeen as seen:
-      row.seen = str(seen)
+      row.holds, row.seen = seen.holds, str(seen)
     except Exception as error:  # noqa: BLE001 - a broken trainer may write anything
       row.seen = f"{type(error).__name__}: {error}"
+    row.seen = row.seen or ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.figures.items())
     self.rows.append(row)
-    state = {True: "holds", False: "DOES NOT HOLD", None: "does not apply"}[row.holds]
-    print(f"{row.row} {row.name}: {state}. {row.seen}", flush=True)
+    print(f"{row.row} {row.name}: {row.state}. {row.seen}", flush=True)
 
   def command(self, parts: str) -> str:
     """The command that plays only these parts again."""
@@ -147,8 +159,7 @@ class Acceptance:
       _expect(skew < _CLOCK_SECONDS + 64 / speed, f"the clock of the storage differs by {skew:.0f} s")
       opened, free = resource.getrlimit(resource.RLIMIT_NOFILE)[1], shutil.disk_usage(self.out).free / 1e9
       _expect(opened == resource.RLIM_INFINITY or opened >= 1024, f"at most {opened} open files (ulimit -Hn)")
-      row.figures = {"write_MB_per_second": round(speed), "free_GB": round(free)}
-      row.seen = f"{speed:,.0f} MB/s written, {free:,.0f} GB free, {opened:,} open files"
+      row.figures = {"write_MB_per_second": round(speed), "free_GB": round(free), "open_files": opened}
 
   # ---- 3: lost slices, and ends; each with a run of its own
 
@@ -171,7 +182,7 @@ class Acceptance:
   def _stop_with_42(self, job: Job) -> float:
     """Sends SIGTERM, and returns the seconds until the run has saved and ended."""
     begun = time.monotonic()
-    job.terminate()
+    self._started[0].terminate()
     code = job.end()
     _expect(code == 42, f"exit code {code} after SIGTERM, not 42: {job.tail()}")
     return time.monotonic() - begun
@@ -196,14 +207,12 @@ class Acceptance:
     with self._row(3, "a slice is killed", f"{who} on; steps lost: at most {allowed}") as row:
       killed = self._kill_slice(job, is_rehearsed)
       after = self._calm(job, n - (not launcher.restarts_all))
-      row.figures = {"seconds": round(float(after["wall"]) - killed, 3), "steps_lost": _repeated(job)}
-      row.seen = f"next step after {row.figures['seconds']} s, {_repeated(job)} steps lost"
-      _expect(_repeated(job) <= allowed, row.seen)
+      row.figures = {"seconds": round(float(after["wall"]) - killed, 3), "steps_lost": (lost := _repeated(job))}
+      _expect(lost <= allowed, f"{lost} steps lost")
     with self._row(3, "it returns", f"{n} slices again, until the run completes: exit codes 42, 0") as row:
       _expect(after is not None, "no slice was lost")
       back = self._calm(job, n)
       row.figures = {"seconds": round(float(back["wall"]) - float((after or back)["wall"]), 1)}
-      row.seen = f"after {row.figures['seconds']} s"
       self._stop_with_42(job)
       self._complete(job, 5)
     with self._row(1, "clocks", f"those who write records agree within {_CLOCK_SECONDS:g} s") as row:
@@ -218,10 +227,8 @@ class Acceptance:
       if not (links := records[-1]["links"]):
         raise DoesNotApply("all slices are on one host")
       delay, speed = max(link[0] for link in links.values()), min(link[1] for link in links.values())
-      row.figures = {"round_trip_ms": round(1e3 * delay, 4), "GB_per_second": float(f"{1e-9 * speed:.3g}")}
-      row.seen = (
-        f"{len(links)} connections: round trip at most {1e3 * delay:.3g} ms, at least {8e-9 * speed:.3g} Gbit/s"
-      )
+      row.figures = {"connections": len(links), "round_trip_ms": round(1e3 * delay, 4)}
+      row.figures["GB_per_second"] = float(f"{1e-9 * speed:.3g}")
 
   def _kill_slice(self, job: Job, is_rehearsed: bool) -> float:
     """Kills the slice that writes the records, and returns the time."""
@@ -240,10 +247,10 @@ class Acceptance:
     job = self.jobs["stop"]
     with self._row(3, "SIGTERM", "exit code 42 after a save; then the next step follows") as row:
       self._train(job, accept_corpus.DOCUMENTS // _BATCH + 5)  # into the second epoch
-      row.figures = {"seconds": round(self._stop_with_42(job), 1)}
+      seconds = self._stop_with_42(job)
       self._complete(job, 10)
-      row.seen = f"saved and ended within {row.figures['seconds']} s, {_repeated(job)} steps lost"
-      _expect(_repeated(job) == 0, row.seen)
+      row.figures = {"seconds": round(seconds, 1), "steps_lost": (lost := _repeated(job))}
+      _expect(lost == 0, f"{lost} steps lost")
 
   def _crash(self) -> None:
     job = self.jobs["crash"]
@@ -253,14 +260,13 @@ class Acceptance:
       self._train(job, 12)
       job.wait("a checkpoint", lambda: job.events("checkpoint_saved"))
       self._calm(job, self.launcher.slices, 3)
-      job.kill_all()
+      kill_all(self._started)
       killed, done = time.time(), len(job.steps())  # a step may have been recorded until now
       saved = int(job.events("checkpoint_saved")[-1]["step"])
       self._complete(job, 10)
       first = next(step for step in job.steps()[done:] if float(step["wall"]) > killed)
       _expect(int(first["step"]) > saved, f"began again with step {first['step']}, though step {saved} was saved")
       row.figures = {"seconds": round(float(first["wall"]) - killed, 1), "steps_lost": _repeated(job)}
-      row.seen = f"the next step came after {row.figures['seconds']} s, {_repeated(job)} steps done again"
 
   # ---- 4: the storage taken away, and damaged
 
@@ -311,8 +317,9 @@ class Acceptance:
       expected = "the bits of" if is_exact else f"losses within {_OTHER_SUMS:g} (other order of sums) of"
       with self._row(3, f"bits of {name}", f"{expected} the run without faults") as row:
         self._tool(row, "verify", ours)
-        row.seen = self._tool(row, "verify", ours, *(["--against", theirs] if is_exact else []))[-1]
-        if not is_exact:
+        if is_exact:
+          row.seen = self._tool(row, "verify", ours, "--against", theirs)[-1]
+        else:
           one, other = read_losses(ours), read_losses(theirs)
           gap = max(abs(one[step] / other[step] - 1) for step in one)
           row.seen = f"the losses differ by at most {gap:.1e}"
@@ -330,12 +337,9 @@ class Acceptance:
       for at in range(0, len(numbers), accept_corpus.DOCUMENTS):
         epoch = numbers[at : at + accept_corpus.DOCUMENTS]
         _expect(len(set(epoch)) == len(epoch), f"a document is twice in epoch {at // accept_corpus.DOCUMENTS}")
-      whole = max(end for _, end in _parts(lines[1]))
-      counts: list[int] = []
+      self._tool(row, "verify", self.jobs["kill"].directory)  # among others, that each part is computed once
+      row.command, counts = self.command("batches"), list[int]()
       for step in range(1, len(lines) + 1):
-        parts = _parts(lines[step])
-        complete = [first for first, _ in parts] + [whole] == [0] + [end for _, end in parts]
-        _expect(complete, f"step {step}: parts of the batch are computed twice or by nobody: {parts}")
         wanted = accept_corpus.digest(numbers[(step - 1) * batch : step * batch], _LENGTH)
         seen = lines[step]["examples"]
         _expect(seen == wanted, f"step {step}: the run has read other examples: digest {seen}, expected {wanted}")
@@ -377,11 +381,9 @@ class Acceptance:
       size = sum(file.stat().st_size for file in Path(saved["path"]).rglob("*") if file.is_file())
       figures |= {"checkpoint_MB": 1e-6 * size, "save_GB_per_second": 1e-9 * size / float(saved["seconds"])}
       row.figures = {name: float(f"{value:.4g}") for name, value in figures.items()}
-      row.seen = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in row.figures.items())
-      row.seen += "" if snapshots else "; no snapshots: the other slices have the state"
     kind = [
-      "cluster=multiprocess" if self.launcher.has_worlds else "cluster=simulated",
-      f"num_slices={job.launcher.slices}",
+      f"cluster={'multiprocess' if self.launcher.has_worlds else 'simulated'}",
+      f"num_slices={self.launcher.slices}",
     ]
     with self._row(6, "preflight", "what is predicted without a run; nothing is required") as row:
       found = _PREDICTED.findall("\n".join(self._tool(row, "preflight", *job.arguments, *kind)))
@@ -392,7 +394,7 @@ class Acceptance:
 
   def _tool(self, row: CardRow, tool: str, *arguments: str) -> list[str]:
     """The lines that a tool of the trainer prints. Raises NotSeen unless it ends with 0."""
-    left, variables = self.jobs["kill"].seconds_left(), {**cluster.inherited_environment(), "TMPDIR": str(self.out)}
+    left, variables = self._seconds_left(), {**cluster.inherited_environment(), "TMPDIR": str(self.out)}
     row.command = " ".join(command := [sys.executable, "-m", f"trainer.tools.{tool}", *arguments])
     done = subprocess.run(
       command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=left, env=variables
@@ -416,11 +418,6 @@ def _receipt(job: Job) -> dict[int, Line]:
   lines = {line["step"]: line for line in job.read("receipt.jsonl") if "step" in line}
   _expect(bool(lines), f"the run {job.name} has no receipt")
   return lines
-
-
-def _parts(line: Mapping[str, Any]) -> list[tuple[int, int]]:
-  """The ranges [first, end) that the slices have computed, in their order."""
-  return sorted((first, end) for ranges in line["computed"].values() for first, end in ranges)
 
 
 def _documents(directory: str, steps: int, batch: int) -> list[int]:

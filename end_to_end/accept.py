@@ -42,7 +42,12 @@ def main() -> int:
     around = {"agents": _agents, "ray": _ray, "slurm": _slurm}[kind]
     options, environment = stack.enter_context(around(Path(folder), token))
     command = [sys.executable, "-m", "trainer.tools.accept", "--launcher", kind, *options, *arguments]
-    return subprocess.run(command, cwd=ROOT, env=cpu_environment({**token, **environment})).returncode
+    accept = subprocess.Popen(command, cwd=ROOT, env=cpu_environment({**token, **environment}))
+    try:
+      return accept.wait()
+    finally:
+      accept.terminate()  # Ctrl-C: subprocess.run would kill it before it has ended its runs
+      accept.wait()
 
 
 Around = Iterator[tuple[list[str], Mapping[str, str]]]
@@ -76,7 +81,9 @@ def _ray(folder: Path, token: Mapping[str, str]) -> Around:
   """A Ray cluster."""
   command = [sys.executable, "-m", "tests.support.ray_cluster", "3", "1"]
   pipe = subprocess.PIPE
-  cluster = subprocess.Popen(command, cwd=ROOT, env=cpu_environment({}), stdin=pipe, stdout=pipe, text=True)
+  cluster = subprocess.Popen(
+    command, cwd=ROOT, env=cpu_environment({}), stdin=pipe, stdout=pipe, text=True, start_new_session=True
+  )
   try:
     assert cluster.stdin and cluster.stdout
     address = cluster.stdout.readline().strip()

@@ -145,6 +145,7 @@ def compare(folder: Path, keys: list[str], run: RayRun) -> None:
   """Asserts that every step was done once, in order, with the losses and the last state of an undisturbed local run."""
   last = run.steps()[-1]
   assert run.steps() == list(range(1, last + 1)), "a step was lost or repeated"
+  assert run.printed.count("completed step: 1,") == 1, "Ray prints each line of a worker twice"
   oracle = ProcessRun(folder / f"oracle-{run.folder.name}", [*keys, f"steps={last}"], slices=SLICES)
   with oracle.launched() as supervisor:
     assert supervisor.wait(SECONDS) == 0, oracle.tail()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from input_pipeline import storage
-from trainer.cluster import run_command
+from trainer.cluster import change_environment, run_command
 from trainer.cluster.launched import check, run_rules
 from trainer.config import shares
 from trainer.config.errors import ConfigError, how_to_install
@@ -92,6 +92,8 @@ def _fit(trainer: Any, supervisor: Any) -> None:
 
 
 def _connect(ray: Any) -> None:
+  # Otherwise Ray Train also logs what a worker prints, and the terminal shows each line twice.
+  change_environment({"RAY_TRAIN_ENABLE_PRINT_PATCH": "0"})
   try:
     ray.init(address="auto")
   except ConnectionError as error:

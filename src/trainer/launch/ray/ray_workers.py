@@ -127,9 +127,12 @@ class RayProgram:
     return run_code
 
   def _train(self) -> int:
+    from absl import logging
+
     from trainer.__main__ import main
     from worlds.exit_codes import BAD_INPUT
 
+    logging.set_verbosity(logging.WARNING)  # Ray Train shows the level INFO of all libraries, as Orbax's at each save
     try:
       os.chdir(self.folder)
     except OSError as error:

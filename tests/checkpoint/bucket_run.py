@@ -27,6 +27,13 @@ def die_in_save(directory: str, step: str) -> None:
   save(directory, step, step)
 
 
+def die_before_commit(directory: str, step: str) -> None:
+  """The same between the manifest of `step` and the commit."""
+  seal = Persistent._seal
+  Persistent._seal = lambda self: (seal(self), os._exit(9))  # type: ignore[method-assign]
+  save(directory, step, step)
+
+
 def restore(directory: str, step: str) -> None:
   recorder = toy_state.Recorder()
   restored = toy_state.backups(

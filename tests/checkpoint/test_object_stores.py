@@ -47,7 +47,7 @@ def test_saves_keeps_restores_and_falls_back(run, bucket):
   assert {f"{step}/{name}" for step in (2, 3, 4) for name in sealed} <= {*names}
   assert f"Found commit_success file. Keeping {run_folder}/checkpoints/4/." in restored
 
-  # Killed before the commit: without a marker it is not a checkpoint. The next start removes the folder.
+  # Killed before the commit: without a marker and a manifest it is not a checkpoint. The next start removes the folder.
   run(f"die_in_save {run_folder} 5", code=9)
   if not needs.deleted:
     listed, watched = run(f"list_checkpoints {run_folder}", f"watch {bucket[0]}://bucket/runs/watched")
@@ -72,6 +72,11 @@ def test_saves_keeps_restores_and_falls_back(run, bucket):
   assert f"Removed 1 from {run_folder}/checkpoints: 5 (its save did not finish)." in restored
   assert not any(name.startswith("5/") for name in after.split()) and "4/meta.json" in after
   assert f"Moved checkpoint 4 to {run_folder}/checkpoints_rejected/4" in fallen
+
+  # Killed when all files are there and the marker is not: the next start commits the step.
+  run(f"die_before_commit {run_folder} 5", code=9)
+  (restored,) = run(f"restore {run_folder} 5")
+  assert f"Committed {run_folder}/checkpoints/5: its save had ended after it had written all files." in restored
 
 
 def run_program(program, bucket, folder):

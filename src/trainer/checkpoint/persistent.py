@@ -270,8 +270,13 @@ class Persistent(StepFolders):
   # ---- reading ----
 
   def candidates(self) -> list[Candidate]:
-    """The committed steps, newest first."""
-    return [Candidate(step) for step in reversed(self._on_primary(self.steps))]
+    """The committed steps, newest first, after `commit_sealed`."""
+
+    def find() -> list[int]:
+      self.commit_sealed()
+      return self.steps()
+
+    return [Candidate(step) for step in reversed(self._on_primary(find))]
 
   def path(self, candidate: Candidate) -> str:
     return str(self.directory / str(candidate.step))

@@ -77,6 +77,17 @@ class StepFolders:
     """Committed steps, oldest first. They may be damaged: see `verify`."""
     return sorted(int(path.name) for path in self._folders() if self._committed(path.name))
 
+  def commit_sealed(self) -> None:
+    """On the primary. In an object store, commits the steps whose save has ended after it had sealed them, in an outage
+    for example: all their files are there, and `verify` compares them with the manifest. Locally, a folder gets its
+    final name after its commit, so a step that has only lost its marker is damaged."""
+    for path in self._folders():
+      if not path.is_remote or not STEP.fullmatch(path.name) or _has(path / COMMIT):
+        continue
+      if _has(path / MANIFEST) and not _has(path / DELETED):
+        (path / COMMIT).write_text(f"Checkpoint commit was successful to {path}")
+        self._log(f"Committed {path}: its save had ended after it had written all files.")
+
   def hold(self, step: int) -> FolderLock:
     """Retention of other processes leaves the committed step until the lock ends, on file systems that have locks.
 

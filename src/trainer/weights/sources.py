@@ -21,7 +21,7 @@ from trainer.checkpoint.arrays import verified_load
 from trainer.checkpoint.checkpoint_errors import CheckpointError, Rejected
 from trainer.checkpoint.persistent import Persistent
 from trainer.checkpoint.state_backup import RunContext
-from trainer.checkpoint.together import together
+from trainer.checkpoint.together import on_primary, together
 from trainer.config.errors import ConfigError, shorten
 from trainer.config.schema import CheckpointSection, ModelSection
 from trainer.models.decoder import Params
@@ -202,7 +202,7 @@ def _held(
 ) -> tuple[int, dict[str, Any], FolderLock]:
   """Returns (step, meta, lock) of the checkpoint `named`, or of the newest one that is not deleted meanwhile."""
   while True:
-    steps = [candidate.step for candidate in persistent.candidates()]
+    steps = on_primary(world, persistent.steps)[::-1]
     if not steps or (named is not None and named not in steps):
       raise ConfigError(f"{directory}: has no checkpoint {'' if named is None else named}, but {steps or 'none'}.")
     step = steps[0] if named is None else named

@@ -3,8 +3,9 @@
 Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
 surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
-kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, and a
-run may resume with another number of local steps; the undisturbed run is one process. In the kind `storage` the run is
+kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, members
+that stay away leave their replicas to the others, who take turns, and a run may resume with another number of local
+steps; the undisturbed run is one process. In the kind `storage` the run is
 in a bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
 starts again. No member may be lost that was not hit. The processes are forked from one that has imported everything, so
 that a start does not take seconds.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import random
 import re
@@ -88,6 +90,7 @@ LOCAL = Scenario(
     "stop": 1,
     "supervisor": 1,
     "all": 2,
+    "starts": 3,
     "again": 3,
     "pause": 1,
     "ask": 2,
@@ -433,6 +436,11 @@ class Histories:
     except AssertionError as error:
       broken = [str(error)]
     player.counts["recoveries"] = run.count("recovery")
+    replicas = history.slices * history.shares
+    rounds = [line["slices"] for line in run.records("metrics") if line.get("replica_distance") is not None]
+    player.counts["rounds in turns"] = sum(
+      before == now < history.slices and replicas % now > 0 for before, now in itertools.pairwise(rounds)
+    )
     player.counts["slow member named"] = sum(event["factor"] > 1 for event in run.events("member_slow"))
     what = f"{', '.join(map(str, history.faults))}; {history}"
     return Played(what, broken, player.counts, run.tail() if broken else "")

@@ -52,7 +52,7 @@ class Peers:
     self.member = membership.member
     self.membership, self.exchange = membership, exchange
     self.lane = lane
-    self.epoch = 0
+    self.epoch = self.committed_epoch = 0  # the present one, and the epoch of the last commit
     self.members: tuple[int, ...] = ()  # that compute in this epoch
     self.dealt: dict[int, tuple[int, ...]] = {}  # {member: its shares}
     self.fresh: tuple[int, ...] = ()  # members that have no state yet
@@ -116,6 +116,7 @@ class Peers:
     elif kind in ("world", "hold"):
       self._change_world(received)
     elif kind == "commit":
+      self.committed_epoch = int(received["epoch"])
       self.stopping = bool(received["stop"])
       self.left = self.member in received["leave"]
       self._changes = bool(received["changes"])

@@ -80,16 +80,26 @@ class Runs:
     _, prog, _, _ = self.of(3, 1)
     return list(state_tree.flatten(prog.state.opt_state if kind == "flip_optimizer" else prog.state.params))
 
-  def play(self, slices: int, group: int, period: int = 1, fault: Fault | None = None, steps: int = STEPS) -> Played:
-    """One run to its end."""
+  def play(
+    self,
+    slices: int,
+    group: int,
+    period: int = 1,
+    fault: Fault | None = None,
+    steps: int = STEPS,
+    members: int | None = None,
+  ) -> Played:
+    """One run to its end. members: that it has, instead of one for each slice."""
     config, prog, halves, data = self.of(slices, group)
+    members = members or slices
     config = config.with_values(witness_period=0 if config.optimizer.has_local_steps else period, steps=steps)
-    coordinator = Coordinator(RunRules(slices, 1, slices * group, timeout=60.0), hang_seconds=60.0)
+    rules = RunRules(members, 1, slices * group, timeout=60.0, local_steps=config.optimizer.local_steps)
+    coordinator = Coordinator(rules, hang_seconds=60.0)
     played = Played()
     with contextlib.closing(
       Server(coordinator, TOKEN, kill=lambda member, reason: None, log=played.log.append)
     ) as server:
-      for member in range(slices):
+      for member in range(members):
         injector = FaultInjector([fault] if fault else [], acts=lambda: False)
         run = Member(config, prog, halves, data, server.address, member, injector, played)
         played.members.append(run)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import jax
 import numpy as np
 import pytest
@@ -38,6 +40,29 @@ def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, mon
   assert found == {index: data.train.tally(index, hashes=True) for index in range(STEPS)}
   assert {n for n, _ in numbers} == {4, 8, 9}
   assert all(of_round["replica_distance"] > 0 < of_round["bytes_sent"] for _, of_round in numbers)
+
+
+def test_two_members_compute_three_replicas_in_turns_with_the_bits_of_three(tmp_path, monkeypatch):
+  """Each takes half of the steps of the third replica: after the first round, because the round before tells all
+  members that they have the same dealing. The second time, the connection ends when a part of a replica is sent."""
+  runs = Runs(tmp_path, KEYS)
+  right = runs.right(3, 1)
+  send, sent = LocalRounds._send_replica, []
+
+  def send_replica(driver, replica, turn):
+    sent.append((driver._step, turn.steps))
+    if len(sent) == 2:
+      (link,) = driver._peers.exchange._links[turn.member]
+      post = link.post
+      monkeypatch.setattr(link, "post", lambda *args: (post(*args), link._sock.shutdown(socket.SHUT_RDWR)))
+    send(driver, replica, turn)
+
+  monkeypatch.setattr(LocalRounds, "_send_replica", send_replica)
+  for breaks in (False, True):
+    played = runs.play(3, 1, members=2)
+    assert [(state == right).all() for state in played.states()] == [True, True]
+    assert any("A connection between members has ended" in line for line in played.log) == breaks, played.log
+  assert sent == [(4, 2)] * 2, "the first round has no turns, and the round of one step has nothing to divide"
 
 
 def test_metrics_are_means_over_tokens_and_a_skip_of_one_replica_counts():

@@ -119,7 +119,9 @@ def _process_lines(config: Config, slices_of: Callable[[int], Slices], total: in
 
   values = findings.exchanged_values(config, program.build(config, slices_of(1), 1).state)
   wire_bytes = values * {"float32": 4, "bfloat16": 2}[config.optimizer.grad_reduce_dtype]
-  return findings.process_lines(total, config.elastic.shares_per_slice, 4 * values, wire_bytes)
+  return findings.process_lines(
+    total, config.elastic.shares_per_slice, 4 * values, wire_bytes, config.optimizer.local_steps
+  )
 
 
 def _whole(config: Config, total: int) -> bool:

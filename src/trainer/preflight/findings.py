@@ -74,11 +74,12 @@ def degraded_lines(config: Config, slices: Sequence[Sequence[Device]], fewer: bo
   return lines
 
 
-def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int) -> list[str]:
+def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int, local_steps: int = 1) -> list[str]:
   """Returns what a step costs with k of N slices alive where each slice is a process (cluster=multiprocess).
 
   shares: of a slice of the full run. gradient_bytes: of one copy of the gradients in float32. wire_bytes: of one copy
-  on its way between slices. Memory and traffic are per slice, all hosts together.
+  on its way between slices. Memory and traffic are per slice, all hosts together. local_steps: of a round, which slices
+  compute in turns; the traffic is without the replicas that they hand over.
   """
   lines = [f"Slices as processes, shares_per_slice={shares}: alive | shares | speed | most sums held | most sent"]
   for alive in range(total, 0, -1):
@@ -88,7 +89,7 @@ def process_lines(total: int, shares: int, gradient_bytes: int, wire_bytes: int)
     columns = (
       f"{alive} of {total}",
       most,
-      f"{batch_plan.relative_throughput(total, alive, shares):.1%}",
+      f"{batch_plan.relative_throughput(total, alive, shares * local_steps):.1%}",
       size((groups + others) * gradient_bytes),
       size(sent * (alive - 1) / alive),
     )

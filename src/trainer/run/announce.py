@@ -146,7 +146,7 @@ def _shares_line(config: Config, slices: int) -> list[str]:
     return []
   tokens = config.data.per_device_batch_size * config.data.max_target_length
   tokens *= config.optimizer.gradient_accumulation_steps / shares
-  speed = batch_plan.relative_throughput(slices, slices - 1, shares)
+  speed = batch_plan.relative_throughput(slices, slices - 1, shares * config.optimizer.local_steps)
   return [
     f"shares_per_slice={shares}: each share has {tokens:,.0f} tokens for each device, and gathers the weights inside "
     f"its slice. With {slices - 1} of {slices} slices the run has {speed:.1%} of its speed"

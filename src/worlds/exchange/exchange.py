@@ -44,7 +44,8 @@ from worlds.handshake import TOKEN_BYTES
 
 
 class Exchange:
-  """Connects member `member` with its peers. One thread calls it, except for `interrupt`, which any thread may call.
+  """Connects member `member` with its peers. One thread calls it, except for `interrupt`, which any thread may call,
+  and `receive_state` from a member with which the first thread exchanges nothing meanwhile.
 
   token: secret of the job, at least 16 bytes. host: IP address to listen on, reachable for the peers. connect_seconds:
   time limit of `connect`. streams: connections between two members, the same number on all members; several where one
@@ -75,6 +76,7 @@ class Exchange:
     self._links: dict[int, list[Link]] = {}  # by member, and by stream
     self._addresses: dict[int, str] = {}  # of the members of the last epoch
     self._incomplete: tuple[Mapping[Call, str], Collection[tuple[int, int]]] | None = None  # see `_complete`
+    self._completes = threading.Lock()
     self._dealt: dict[int, tuple[int, ...]] = {}  # of the last sum
     self._plans: dict[tuple[Any, ...], Plan] = {}  # of this dealing: every step needs the same ones
     self._threads = ExchangeThreads()
@@ -216,7 +218,7 @@ class Exchange:
 
   def send_state(self, member: int, header: Mapping[str, Any], arrays: Sequence[np.ndarray]) -> None:
     """Sends the run's state to a member that has just joined. header: JSON. Raises PeerLost."""
-    with self._in_epoch():
+    with self._in_epoch(member):
       peer_state.send(self._links[member][0], self._epoch, header, arrays)
 
   def receive_state(
@@ -225,7 +227,7 @@ class Exchange:
     """Returns the header and the arrays that `member` sends. allocate(header): returns C-contiguous arrays to fill, of
     the right shapes, or refuses the header with an error. Raises PeerLost, and MismatchedCall if the sender has arrays
     of other sizes."""
-    with self._in_epoch():
+    with self._in_epoch(member):
       return peer_state.receive(self._links[member][0], self._epoch, allocate)
 
   def wait_closed(self, member: int, seconds: float) -> None:
@@ -254,19 +256,23 @@ class Exchange:
       self._stop.close()
 
   @contextlib.contextmanager
-  def _in_epoch(self) -> Iterator[None]:
-    """Raises PeerLost if the present epoch is over, before the block or during it. Every error ends the epoch."""
+  def _in_epoch(self, *members: int) -> Iterator[None]:
+    """Raises PeerLost if the present epoch is over, before the block or during it. Every error ends the epoch. members:
+    whose connections the block uses; none: all."""
     over = PeerLost([], f"epoch {self._epoch} is over for member {self._member}")
     if self._stop.is_set:
       raise over
     try:
-      if incomplete := self._incomplete:
-        self._incomplete = None
-        self._complete(*incomplete)
+      with self._completes:
+        if self._stop.is_set:
+          raise Stopped
+        if incomplete := self._incomplete:
+          self._incomplete = None
+          self._complete(*incomplete)
       yield
     except BaseException as error:
       self._stop.set()
-      for link in itertools.chain(*self._links.values()):
+      for link in itertools.chain(*(self._links.get(member, ()) for member in members or list(self._links))):
         # A signal may have come between a system call and the record of its bytes.
         link.cut(is_broken=not isinstance(error, PeerLost | Stopped))
       if isinstance(error, Stopped):

@@ -1,4 +1,5 @@
-"""Which member computes which shares: orphaned shares go to members that finish first, and slow members have fewer."""
+"""Which member computes which shares: orphaned shares go to members that finish first, and slow members have fewer.
+Members that take local steps compute orphaned shares in turns."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 from worlds.membership.messages import Message, message, to_ranges
 from worlds.membership.run_rules import RunRules
@@ -18,7 +20,7 @@ class Dealing:
   """The shares of the active members, by their speeds."""
 
   def __init__(self, rules: RunRules) -> None:
-    self._shares, self._group = rules.shares, rules.group
+    self._shares, self._group, self._local_steps = rules.shares, rules.group, rules.local_steps
     self.speeds = Speeds()
     self.dealt: dict[int, list[int]] = {}  # of the last epoch
     self._told: dict[int, int] = {}  # {slow member: how many shares the last message `slow` says that it has}
@@ -31,11 +33,13 @@ class Dealing:
       dealt = deal(self._shares, active, self._group, None, speeds)
     self.dealt = dealt
 
-  def computed(self, step: int, seconds: Mapping[int, float]) -> list[Message]:
-    """`step` is committed; the active members have computed for so long. Returns a message `slow` for each member whose
-    speed has changed."""
-    changed = self.speeds.computed(step, seconds, self.dealt)
-    numbers = (changed and self.better()) or {member: len(shares) for member, shares in self.dealt.items()}
+  def computed(self, step: int, seconds: Mapping[int, float], *, in_turns: bool) -> list[Message]:
+    """`step` is committed; the active members have computed for so long. in_turns: whether they may compute in turns.
+    Returns a message `slow` for each member whose speed has changed."""
+    numbers = {member: len(shares) for member, shares in self.dealt.items()}
+    equal = in_turns and turns(self.dealt, self._local_steps)
+    changed = self.speeds.computed(step, seconds, dict.fromkeys(numbers, 1) if equal else numbers)
+    numbers = (changed and self.better()) or numbers
     return [self._message(slow, numbers[slow.member]) for slow in changed]
 
   def moved(self) -> list[Message]:
@@ -89,6 +93,37 @@ def deal(
   for member, gets in dealt.items():
     dealt[member] = sorted([*gets, *itertools.islice(free, numbers[member] - len(gets))])
   return dealt
+
+
+class Turn(NamedTuple):
+  """A replica of local steps that two members compute: `helper` takes its first `steps` steps at the beginning of the
+  round, and `member`, which has the share, takes the others at the end."""
+
+  share: int
+  member: int
+  helper: int
+  steps: int
+
+
+def turns(dealt: Mapping[int, Sequence[int]], steps: int) -> list[Turn]:
+  """The replicas of a round of so many steps that are computed in turns, so that all members compute equally long
+  (McNaughton's rule, 1959); [] if this gains nothing, or if the members' numbers of shares differ by more than one.
+
+  The replicas form one row of steps, which is cut into equal pieces, a piece for each member. A replica that is cut
+  belongs to two members next to each other in the row: the second one begins its piece with it, and the first one ends
+  its piece with it, so the replica's first steps are done in time."""
+  numbers = [len(shares) for shares in dealt.values()]
+  if max(numbers) - min(numbers) > 1:
+    return []
+  few, many = ([member for member in sorted(dealt) if len(dealt[member]) == n] for n in (min(numbers), max(numbers)))
+  row, done, cut = list[int](), 0, list[int]()
+  for place in range(1, len(dealt) + 1):
+    end = place * sum(numbers) * steps // len(dealt)
+    of = few if (done + min(numbers)) * steps >= end else many
+    row.append(of.pop(0))
+    done += len(dealt[row[-1]])
+    cut.append(done * steps - end)
+  return [Turn(dealt[one][-1], one, helper, first) for one, helper, first in zip(row, row[1:], cut) if first]
 
 
 def _numbers(

@@ -126,6 +126,7 @@ class Epochs:
     self.live: set[int] = set()
     self.primary = -1  # writes the records; -1: not chosen yet
     self.committed = ""  # the last committed round
+    self._committed_epoch = 0  # and its epoch
     self.stopping = False
     self.code: int | None = None  # the exit code of the run, once it is over
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 _STEPS = 16  # whose seconds tell a member's speed: a slow one is named after so many
@@ -12,8 +12,6 @@ _SLOW, _USUAL = 1.2, 1.1  # times the median: a member is slow from the first on
 _LEAST_SECONDS = 0.005  # that a slow member needs more for a share than the median: less is noise
 _PAUSE_STEPS = 20  # from one dealing for speed to the next
 _LEAST_GAIN = 0.05  # of the time of the computation, for which shares move
-
-Dealt = Mapping[int, Sequence[int]]
 
 
 class Slow(NamedTuple):
@@ -48,11 +46,11 @@ class Speeds:
     self._factors.pop(member, None)
     self._told.pop(member, None)
 
-  def computed(self, step: int, seconds: Mapping[int, float], dealt: Dealt) -> list[Slow]:
-    """`step` is committed; its members have computed for so long. Returns the members whose speed has changed, or that
-    have started again and are still slow."""
+  def computed(self, step: int, seconds: Mapping[int, float], numbers: Mapping[int, int]) -> list[Slow]:
+    """`step` is committed; its members have computed so many shares for so long. Returns the members whose speed has
+    changed, or that have started again and are still slow."""
     self._step = step
-    each = {member: took / len(dealt[member]) for member, took in seconds.items() if dealt.get(member)}
+    each = {member: took / numbers[member] for member, took in seconds.items() if numbers.get(member)}
     if len(each) < 2:
       return []
     usual = statistics.median_low(each.values()) or _LEAST_SECONDS

@@ -34,7 +34,7 @@ def command_line(folder: pathlib.Path, name: str) -> list[str]:
   return [str(CONFIG), *SHRUNK, *paths]
 
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
@@ -46,19 +46,10 @@ def folder(tmp_path_factory) -> pathlib.Path:
 def run(folder) -> tuple[pathlib.Path, str]:
   """The small quickstart as a user starts it: its run directory and what it printed."""
   environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
-  environment.pop("XLA_FLAGS", None)  # compile as for a user
   command = [sys.executable, "-m", "trainer", *command_line(folder, "one")]
   done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
   assert done.returncode == 0, done.stdout + done.stderr
   return folder / "one", done.stdout
-
-
-def forked(server, folder: pathlib.Path, name: str) -> str:
-  """Runs the small quickstart, compiled as for a user, and returns what it printed."""
-  log = folder / f"printed_{name}.txt"
-  log.unlink(missing_ok=True)
-  assert server.start(command_line(folder, name), {"XLA_FLAGS": ""}, log).wait(500) == 0, log.read_text()
-  return log.read_text()
 
 
 def records(directory: pathlib.Path) -> list[dict]:

@@ -1,4 +1,4 @@
-"""SIGTERM: the step at which two processes agree to save and end, and what a second signal does."""
+"""Two processes of a JAX world: rows are counted once, SIGTERM stops both, and what a second signal does."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.support.jax_processes import Processes
 
 
 @pytest.mark.timeout(600)
-def test_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(server, tmp_path):
-  processes = Processes(server, "preempted", tmp_path, 2)
+def test_rows_are_counted_once_and_sigterm_to_one_of_two_processes_stops_both_at_the_same_step(server, tmp_path):
+  """Also rows that several of them hold, because the tensor axis spans processes."""
+  processes = Processes(server, "tallies,preempted", tmp_path, 2)
   processes.wait_for_text(1, "step 5\n")
   processes.processes[1].send_signal(signal.SIGTERM)
   stops = [re.findall(r"stopped at (\d+), committed (\d+)", text) for text in processes.finish()]

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from tests.drivers.member_threads import STEPS, Runs
 from tests.support.elastic_harness import TINY
-from tests.support.jax_processes import Processes
 from tests.support.seeds import few
 
 from input_pipeline.tally import Tally
@@ -46,12 +45,6 @@ def test_members_read_each_row_once_and_their_sums_are_the_whole_batch(tmp_path,
   # The first step of each process reads all rows: nobody has counted them before.
   assert {read[key] for key in read if key[0] > 0} == {1}, read
   assert np.isfinite(expected[0].mean_weight) and len({key for key in read if key[0] == 1}) == data.global_batch_size
-
-
-@pytest.mark.timeout(600)
-def test_processes_of_one_world_count_each_row_once(server, tmp_path):
-  """Also rows that several of them hold, because the tensor axis spans processes."""
-  Processes(server, "tallies", tmp_path, 2).finish()
 
 
 @pytest.mark.soak

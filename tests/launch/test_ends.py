@@ -48,13 +48,14 @@ def test_an_error_of_every_slice_ends_the_run_with_one_traceback(compiled, serve
 
 
 def test_wrong_input_that_only_the_workers_notice_is_one_message(compiled, server, tmp_path):
-  run = ProcessRun(tmp_path, [compiled, "steps=10"], slices=3, server=server)
+  run = ProcessRun(tmp_path, [compiled, "steps=10"], slices=2, server=server)
   (run.directory / "run_id").mkdir(parents=True)  # no file of a run
   with run.launched() as supervisor:
     assert run.wait(supervisor, 60) == 2, run.tail()
   assert run.printed.count("error: ") == 1 and "run_id is no regular file" in run.printed, run.tail()
 
 
+@pytest.mark.slow
 def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, tmp_path):
   """The first one is no fork: Ctrl-C reaches the processes that it would reach at a user's terminal."""
   keys = [compiled, ENDLESS, "autocheckpoint_grace_seconds=1"]

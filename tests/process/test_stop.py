@@ -230,9 +230,8 @@ runpy.run_module("trainer", run_name="__main__", alter_sys=True)
 """
 
 
-# Each signal, and each moment. The import of flax comes last, after two seconds of imports.
-IMPORTS = [("trainer.config", signal.SIGTERM, 42), ("jax", signal.SIGHUP, 42), ("jaxlib._jax", signal.SIGINT, 130)]
-IMPORTS += [("flax", signal.SIGTERM, 42)]
+# The import of flax comes last, after two seconds of imports.
+IMPORTS = [("trainer.config", signal.SIGHUP, 42), ("jaxlib._jax", signal.SIGINT, 130), ("flax", signal.SIGTERM, 42)]
 
 
 @pytest.mark.parametrize(("moment", "number", "code"), IMPORTS)

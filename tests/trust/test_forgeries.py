@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.support.command import ROOT, TINY, cpu_environment
+from tests.support.command import ROOT, cpu_environment
 from tests.support.seeds import few
 
 import trainer
@@ -21,11 +21,6 @@ from trainer.config.errors import ConfigError
 from trainer.tools import verify
 from trainer.trust import receipt, replay
 from trainer.trust.receipt_lines import FILE, sealed
-
-KEYS = (
-  "vocab_size=64 dataset_type=synthetic learning_rate=1e-2 steps=12 checkpoint_period=4 max_num_checkpoints_to_keep=9 "
-  "receipt_state_period=2 eval_steps=0 warmup_steps_fraction=0 opt_type=adamw remat_policy=none witness_period=3"
-).split()
 
 
 class Forgery:
@@ -188,15 +183,13 @@ def near(f: Forgery, step: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, compiled):
+def runs(trained, config, tmp_path_factory):
   """(the folder of a run, of the same run that went on from step 8 with another learning rate)."""
-  folder = tmp_path_factory.mktemp("runs")
-  config = lambda place, *keys: trainer.load(*TINY, *KEYS, f"base_output_directory={folder / place}", *keys, compiled)
-  assert trainer.Run(config("a", "run_name=run")).train()
-  shutil.copytree(folder / "a", folder / "b")
-  shutil.rmtree(folder / "b" / "run" / "checkpoints" / "12")
-  assert trainer.Run(config("b", "run_name=run", "learning_rate=0.1")).train()
-  return folder / "a" / "run", folder / "b" / "run"
+  folder = tmp_path_factory.mktemp("other")
+  shutil.copytree(trained, folder / "run")
+  shutil.rmtree(folder / "run" / "checkpoints" / "12")
+  assert trainer.Run(config(folder, "run_name=run", "learning_rate=0.1")).train()
+  return trained, folder / "run"
 
 
 @pytest.fixture(scope="module")

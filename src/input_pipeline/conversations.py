@@ -149,8 +149,6 @@ class _Turn(NamedTuple):
 
 
 class ChatTokenizer(BpeTokenizer):
-  """A tokenizer with a chat template."""
-
   def __init__(self, base: BpeTokenizer, template: Template, train_on: str, length: int) -> None:
     """train_on, length: the options train_on and max_target_length."""
     import tokenizers

@@ -29,8 +29,6 @@ _TEXT_NAMES = [f"*{suffix}" for suffix in TEXT_SUFFIXES]
 
 
 class Found(NamedTuple):
-  """A file with documents."""
-
   name: str  # relative to the folder that contains all files, with '/'
   file: File
   size: int  # bytes
@@ -104,7 +102,6 @@ def relative_names(files: Collection[X]) -> list[tuple[str, X]]:
 
 
 def _files(key: str, part: str, names: tuple[str, ...], file_type: str, left: LeftOut) -> Iterator[File]:
-  """Yields the files of one file, folder or pattern."""
   if not storage.is_address(part):
     yield from _local(folders.as_path(part, f"{key}="), names, left)
   elif file_type in ("parquet", "jsonl"):

@@ -1,7 +1,7 @@
 """The documents of a dataset: files in a fixed order, and a function that reads the documents of one file.
 
 A source of documents is a file in this folder with such a function (`corpus`, `jsonl`, `parquet`, `array_record`,
-`tfds`, `hf`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
+`tfds`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
 """
 
 from __future__ import annotations
@@ -78,7 +78,6 @@ JSON_OF_MESSAGES = "texts that are JSON of messages"
 
 
 def _is_json_of_messages(text: str) -> bool:
-  """Whether a text is JSON of a list of messages."""
   try:
     found = json.loads(text) if text.lstrip().startswith("[") else None
   except (ValueError, RecursionError):
@@ -135,8 +134,6 @@ def nothing_to_check() -> None:
 
 @dataclass(frozen=True)
 class Documents:
-  """The documents of one split of a dataset."""
-
   name: str
   """Where the documents come from, for the log."""
   pieces: Sequence[Piece]
@@ -157,7 +154,6 @@ class Documents:
 
   @property
   def size(self) -> int:
-    """Bytes of all pieces."""
     return self.bytes if self.elements else sum(piece.size for piece in self.pieces)
 
   def valid(self, bad: BadRecords, hashes: list[str] | None = None) -> Iterator[tuple[str, Document]]:

@@ -35,7 +35,6 @@ class LeftOut:
     self.add("names that begin with _", path)
 
   def add_file(self, name: str, path: object) -> None:
-    """Adds a file with a name that is not read."""
     suffix = PurePath(name).suffix
     self.add(f"*{suffix}" if suffix else "files without a suffix", path)
 
@@ -135,7 +134,6 @@ def is_file(path: Path, left: LeftOut) -> bool:
 
 
 def named(files: Iterable[Path], patterns: Sequence[str], left: LeftOut) -> Iterator[Path]:
-  """Yields the files whose names match one of the patterns."""
   for file in files:
     if matches(file.name, patterns):
       yield file

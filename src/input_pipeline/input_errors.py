@@ -17,7 +17,6 @@ class ConfigError(ValueError):
 
 
 def _numbered(messages: tuple[str, ...]) -> str:
-  """Several messages as one text."""
   shown = [
     f"({number}) " + textwrap.indent(message, "    ").lstrip()
     for number, message in enumerate(messages[:_MOST_SHOWN], 1)

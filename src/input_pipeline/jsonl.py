@@ -55,7 +55,6 @@ def cut(piece: Piece, limit: int) -> list[Piece]:
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[bytes]:
-  """Yields the lines of the piece."""
   if _suffix(piece) in _COMPRESSED:
     yield from file
     return
@@ -80,7 +79,6 @@ def _suffix(piece: Piece) -> str:
 
 @contextmanager
 def _opened(piece: Piece) -> Iterator[BinaryIO]:
-  """The file of the piece, decompressed."""
   with piece.path.open("rb") as file:
     match _suffix(piece):
       case ".gz":

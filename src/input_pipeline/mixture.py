@@ -17,8 +17,6 @@ from input_pipeline.source import Source
 
 
 class Member(NamedTuple):
-  """One source of a mixture."""
-
   name: str
   source: Source
   weights: tuple[tuple[int, Fraction], ...]

@@ -35,7 +35,6 @@ def read(piece: Piece, column: str) -> Iterator[Document | BadRecord]:
 
 
 def _documents(arrow: Any, file: Any, group: int, piece: Piece, names: list[str]) -> Iterator[Document | BadRecord]:
-  """Yields the documents of a row group of an open file."""
   rows = 0
   columns = [".".join(path) for path in (names, *arrow_column.beside(file.schema_arrow, names))]
   try:

@@ -211,7 +211,6 @@ class Place:
       self._ask("deleted", "rm_file") if self.is_remote else self._local("deleted", Path.unlink)
 
   def rmtree(self) -> None:
-    """Deletes a folder and all that is in it."""
     if self.is_remote:
       self._ask("deleted", "rm", recursive=True)
     else:

@@ -115,7 +115,6 @@ class Prefetcher(Generic[X]):
 
 
 def _as_data_error(step: int, error: BaseException) -> DataError:
-  """`error` if it is a DataError, else a DataError of this step with `error` as the cause."""
   if isinstance(error, DataError):
     return error
   wrapped = DataError(step, f"preparing the batch failed: {type(error).__name__}: {error}")

@@ -220,7 +220,6 @@ def _without_tokens(place: str, text: str, size: int) -> BadRecord:
 
 
 def _of_conversations(group: Group, tokenizer: ChatTokenizer, bad: BadRecords, lost: Lost) -> Iterator[np.ndarray]:
-  """Yields the sequences of the conversations of a group."""
   chats = [document for _, document in group if isinstance(document, Conversation)]
   for (place, _), chat, found in zip(group, chats, tokenizer.encode_conversations(chats, lost.chats), strict=True):
     if isinstance(found, ValueError):
@@ -331,5 +330,4 @@ def fault(folder: Path) -> str | None:
 
 
 def file_name(split: str) -> str:
-  """Name of the file of a split."""
   return f"{split}.records"

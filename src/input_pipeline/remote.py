@@ -157,7 +157,6 @@ def _matches(address: str, left: LeftOut) -> Iterator[dict[str, Any]]:
 
 
 def _files(match: dict[str, Any], names: Sequence[str], left: LeftOut) -> Iterator[RemoteFile]:
-  """Yields the files of a match: the file itself, or the files of a folder."""
   unstrip = storage.system(match["address"])[0].unstrip_protocol
   if match["type"] != "directory":
     yield _file(unstrip(match["name"]), match)
@@ -181,7 +180,6 @@ def _file(address: str, info: dict[str, Any]) -> RemoteFile:
 
 
 def _hidden(path: str) -> set[str]:
-  """The hidden names in a path."""
   return {part for part in path.split("/") if part.startswith(".")}
 
 

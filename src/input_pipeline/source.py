@@ -34,7 +34,6 @@ class Source(Protocol):
     ...
 
   def examples(self, indices: Sequence[int]) -> list[Example]:
-    """The examples of several indices."""
     return [self.example(index) for index in indices]
 
   def fingerprint(self) -> str:

@@ -145,7 +145,6 @@ def may_pass(error: BaseException) -> bool:
 
 
 def _reason(error: BaseException) -> str:
-  """An error in one line."""
   if isinstance(error, OSError) and error.strerror:
     return error.strerror
   text = " ".join(str(error).split())[:400]

@@ -40,7 +40,6 @@ class Tally:
 
   @classmethod
   def of_sum(cls, numbers: np.ndarray) -> Tally:
-    """The sum of tallies from the sum of their `numbers`."""
     digest, *counts = (
       sum(int(number) << 8 * place for place, number in enumerate(part)) for part in numbers.reshape(3, _BYTES)
     )
@@ -48,7 +47,6 @@ class Tally:
 
   @property
   def hex(self) -> str:
-    """The digest as 32 hex digits."""
     return f"{self.digest:032x}"
 
   @property

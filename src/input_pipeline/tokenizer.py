@@ -190,7 +190,6 @@ class BpeTokenizer:
     return self._tokenizer.decode(known, skip_special_tokens=not specials)
 
   def special_tokens(self) -> dict[str, int]:
-    """The ids of the special tokens by their names."""
     added = sorted(self._tokenizer.get_added_tokens_decoder().items())
     return {token.content: id for id, token in added if token.special}
 

@@ -130,7 +130,6 @@ def targets(window: Window) -> np.ndarray:
 
 
 def count_targets(window: Window) -> int:
-  """The number of `targets`."""
   counted = np.count_nonzero(window.tokens[1:] >= 0) - np.count_nonzero(window.tokens[window.starts] >= 0)
   return int(counted)
 
@@ -142,7 +141,6 @@ def pack(window: Window, dtype: np.dtype) -> bytes:
 
 
 def unpack(data: bytes, dtype: np.dtype) -> Window:
-  """The inverse of `pack`."""
   count = int(np.frombuffer(data, "<u4", count=1)[0])
   starts = np.frombuffer(data, "<u4", count=count, offset=4).astype(np.int64)
   return Window(np.frombuffer(data, dtype, offset=4 + 4 * count).astype(np.int32), starts)

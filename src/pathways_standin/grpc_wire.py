@@ -209,7 +209,6 @@ def _versions(request: Any) -> Versions:
 
 
 def _metadata(context: grpc.ServicerContext, key: str, cls: Any) -> Any:
-  """The message in the metadata of a call."""
   for name, value in context.invocation_metadata():
     if name == key:
       return cls.FromString(value)

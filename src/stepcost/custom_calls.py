@@ -37,8 +37,6 @@ _MOVES = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-  """One run of an attention kernel."""
-
   dtype: str  # HLO type of the operands; "" if the kernel itself states its FLOPs
   scores: float  # that it computes: pairs of a query and a key, of all heads
   width: int  # H

@@ -45,7 +45,6 @@ class Array:
 
   @property
   def bits(self) -> int:
-    """Bits of one element."""
     if self.dtype in _BITS:
       return _BITS[self.dtype]
     digits = re.match(r"[a-z]+(\d+)", self.dtype)

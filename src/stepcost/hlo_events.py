@@ -117,7 +117,6 @@ class Decoder:
     }
 
   def events(self, computation: Computation) -> list[Event]:
-    """Returns the events of `computation` in the order of the schedule."""
     fused = self._fused(computation)
     decoded = (self._event(computation, instruction, fused) for instruction in computation.instructions)
     return [event for event in decoded if event is not None]

@@ -132,7 +132,6 @@ class Rates:
 
 
 def rates(chip: Chip, precision: str = "default") -> Rates:
-  """Returns the rates of a device of kind `chip`."""
   host = HOST_BANDWIDTHS.get(chip.name, HOST_BANDWIDTH)
   return Rates(chip, DCN_BANDWIDTH.get(chip.name), precision, calibration(chip), host)
 

@@ -58,9 +58,7 @@ def run(
     from pathways_standin.process import StandinLost
     from trainer.checkpoint.checkpoint_errors import CheckpointError
     from trainer.config import ConfigError
-    from trainer.elastic import retry
     from trainer.process import compilation_cache, file_limit
-    from trainer.program import program
     from trainer.run import run_data
     from trainer.run.preparation import prepare
     from trainer.run.session import open_session
@@ -76,15 +74,10 @@ def run(
       config, cluster = _start_cluster(config)
       stack.callback(cluster.stop)
       is_reported = cluster.is_reported
-      retry.check(cluster, config.elastic, config.run.steps)
-      program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
-      config, origins, note = _with_remat_policy(config, origins, cluster, added)
-      prepared = stack.enter_context(prepare(config, cluster, added))
-      session = stack.enter_context(open_session(prepared, stop, started, origins))
+      prepared = stack.enter_context(prepare(config, cluster, added, origins))
+      session = stack.enter_context(open_session(prepared, stop, started))
     except (ConfigError, CheckpointError, RunEnded, WorkerLost, StandinLost, OSError) as error:
       return _not_opened(error, is_reported, tell)
-    if note:
-      session.log.line(note)
     result = _train(session, session.log.error if is_command else session.log.record)
     stop.ending(result.code)
     session.finish(result.code, is_command=is_command)
@@ -132,27 +125,6 @@ def _start_cluster(config: Config) -> tuple[Config, Cluster]:
   else:
     require(config_rules.needs_processes(config.optimizer))
   return config, cluster_lib.start(config.cluster, rules, config.elastic)
-
-
-def _with_remat_policy(
-  config: Config, origins: Mapping[str, str], cluster: Cluster, extensions: Extensions
-) -> tuple[Config, Mapping[str, str], str]:
-  """The configuration with a policy in the place of remat_policy=auto, the origins, and a line for the log."""
-  from trainer.config import ConfigError
-  from trainer.config.schema import RematPolicy
-  from worlds import lines
-
-  if config.model.remat_policy is not RematPolicy.AUTO:
-    return config, origins, ""
-  instead = f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
-  if extensions.user_optimizer.optimizer is not None:
-    raise ConfigError(
-      "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
-    )
-  if extensions.choose_remat is None:
-    raise ConfigError(f"remat_policy=auto: this program has nothing that chooses.\n{instead}")
-  config, note = extensions.choose_remat(config, cluster, lines.tell)
-  return config, {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}, note
 
 
 def _train(session: Session, tell: Callable[[str], None]) -> Ended:

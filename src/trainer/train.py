@@ -86,14 +86,13 @@ def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
       attempt.save(step, state, None, last=True)
       return Outcome("preempted", step), state
   attempt.records.restart_clock()
-  if attempt.target_reached(step, loss) or step >= steps:
+  if step >= steps:
     attempt.save(step, state, loss, last=True)
     return Outcome("complete", step), state
   return _loop(attempt, start)
 
 
 def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
-  """Trains from `start`. Returns the outcome and the last state."""
   driver, records, backups, elastic = attempt.driver, attempt.records, attempt.backups, attempt.elastic
   state, step, steps = start.state, start.step, attempt.config.run.steps
   while step < steps:
@@ -134,8 +133,6 @@ def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
     loss = attempt.evaluate(state.params, step) if actions.evaluate else None
     if actions.evaluate and loss is None:
       actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)
-    if attempt.target_reached(step, loss):
-      actions = dataclasses.replace(actions, save="final", end="complete")
     if actions.save != "none":
       attempt.save(step, state, loss, last=actions.save == "final")
     if actions.end in ("preempted", "slice_up"):

@@ -24,8 +24,6 @@ _INTERRUPT_SECONDS = 5.0
 
 
 class Agent:
-  """The slices of one host."""
-
   def __init__(
     self, program: MemberProgram, supervisor: str, token: bytes, *, slices: int, host: str, wait_seconds: float
   ) -> None:

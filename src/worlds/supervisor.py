@@ -33,7 +33,6 @@ _AGENT_SECONDS = 2.0  # that an agent may need to end after its processes
 
 
 def log(line: str) -> None:
-  """Prints a line of the supervisor."""
   lines.tell(f"supervisor: {line}")
 
 
@@ -56,7 +55,6 @@ class RemoteWorkers:
     self.members, self.host = members, host
 
   def send(self, kind: str, **fields: object) -> None:
-    """Sends one message to the agent."""
     try:
       self._channel.send(message(kind, **fields))
     except BlockingIOError:  # it does not read
@@ -82,7 +80,6 @@ class RemoteWorkers:
     self.send("kill", member=member)
 
   def fault(self, action: str, member: int, seconds: float | None) -> None:
-    """Causes a rehearsed fault."""
     self.send("act", action=action, member=member, seconds=seconds)
 
   def close(self, number: int, seconds: float, code: int) -> None:

@@ -65,7 +65,6 @@ class Workers:
     return frozenset(self._workers)
 
   def start(self) -> None:
-    """Starts every member."""
     for worker in self._workers.values():
       self._start(worker, 0)
 

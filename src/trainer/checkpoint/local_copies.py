@@ -70,7 +70,6 @@ class Listed:
 
 
 def box_of(value: Any) -> Box:
-  """A box that has been JSON."""
   return tuple((start, stop) for start, stop in value)
 
 

@@ -60,7 +60,6 @@ def _kind(cfg: ClusterSection) -> str:
 
 
 def _find(cfg: ClusterSection, environment: Mapping[str, str]) -> str:
-  """The kind of cluster that the environment is of."""
   if SUPERVISOR in environment:
     return "multiprocess"
   if "proxy" in environment.get("JAX_PLATFORMS", ""):

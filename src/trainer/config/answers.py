@@ -37,6 +37,5 @@ def all_keys() -> dict[str, str]:
 
 @functools.cache
 def tables() -> dict[str, Any]:
-  """Returns answers.yml."""
   loader: Any = getattr(yaml, "CBaseLoader", yaml.BaseLoader)  # texts only: true stays "true"
   return yaml.load(Path(__file__).with_name("answers.yml").read_text(), loader)

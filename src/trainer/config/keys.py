@@ -101,7 +101,6 @@ def accepted() -> dict[str, Key]:
 
 
 def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
-  """The keys of {name: subclass of Section}."""
   keys: dict[str, Key] = {}
   for section, fields in sections.items():
     for name, field in fields.model_fields.items():
@@ -118,7 +117,6 @@ def _table(sections: Mapping[str, Any]) -> dict[str, Key]:
 
 
 def unwrapped(text: str | None) -> str:
-  """The text of a docstring as one line."""
   return " ".join((text or "").split())
 
 

@@ -306,7 +306,6 @@ def _local_steps(given: dict[str, Given]) -> dict[str, Given]:
 
 
 def _find_model(name: str, origin: str, config_path: Path | Place) -> Path:
-  """The YAML of a model that is given by name or by path."""
   if "/" in name or name.endswith((".yml", ".yaml")):
     return config_files.find(
       name, [Path(config_path).parent, *config_files.search_folders()], "model file (model_name)"

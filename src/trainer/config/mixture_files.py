@@ -21,7 +21,6 @@ _SOURCE_KEYS = {
   "grain": ("grain_train_files", "grain_dataset", "grain_file_type", "train_data_columns"),
   "text": ("dataset_path",),
   "tfds": ("dataset_path", "train_split", "train_data_columns"),
-  "hf": ("dataset_path", "train_split", "train_data_columns"),
 }
 _MOST_SOURCES = 1000
 _MOST_WEIGHTS = 100  # of a source
@@ -145,7 +144,6 @@ def _weights(text: str, origin: str) -> tuple[tuple[int, Fraction], ...]:
 
 
 def _number(key: str, text: str, origin: str) -> float:
-  """`text` as a number above 0."""
   try:
     number = float(text)
   except ValueError:

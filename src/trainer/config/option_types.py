@@ -8,8 +8,6 @@ from collections.abc import Callable
 
 
 def whole(least: int = -(2**31), most: int = 2**31 - 1) -> Callable[[str], int]:
-  """A whole number from `least` to `most`."""
-
   def convert(text: str) -> int:
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal() and least <= int(text) <= most):
@@ -20,12 +18,10 @@ def whole(least: int = -(2**31), most: int = 2**31 - 1) -> Callable[[str], int]:
 
 
 def real(least: float, most: float) -> Callable[[str], float]:
-  """A number from `least` to `most`."""
   return _number(lambda number: least <= number <= most, f"of at least {least:g} and at most {most:g}")
 
 
 def positive(most: float) -> Callable[[str], float]:
-  """A number above 0 and at most `most`."""
   return _number(lambda number: 0 < number <= most, f"above 0 and at most {most:g}")
 
 

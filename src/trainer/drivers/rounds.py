@@ -157,7 +157,6 @@ class Rounds:
     return sums
 
   def _sum(self, first: Share, stop: Share, compute: Callable[[Share], Contribution]) -> _Sum:
-    """The sum of the shares from `first` to `stop`."""
     scalars: list[Any] = []
     total: Sequence[Part] = ()
     for share in range(first, stop):

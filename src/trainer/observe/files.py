@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +201,15 @@ def _parts(directory: str, name: str) -> list[tuple[int, Place]]:
   return sorted((int(number), path) for number, path in found if number.isdigit())
 
 
-def parts_signature(directory: str, name: str) -> list[tuple[str, int, float]]:
-  """Name, length and time of each part object of a line file: it changes when the line file grows."""
-  found = [(path.name, path.stat()) for _, path in _parts(directory, name)]
-  return [(part, of.size, of.modified) for part, of in found]
+def signature(directory: str, name: str) -> Sequence[object]:
+  """A value that changes when the line file grows or is replaced; empty if there is no such file."""
+  if storage.is_address(directory):
+    found = [(path.name, path.stat()) for _, path in _parts(directory, name)]
+    return [(part, of.size, of.modified) for part, of in found]
+  with contextlib.suppress(FileNotFoundError):
+    status = os.stat(Path(directory) / name)
+    return status.st_ino, status.st_size, status.st_mtime_ns
+  return ()
 
 
 def read_lines(directory: str, name: str) -> Iterator[str]:
@@ -265,15 +270,6 @@ def known(read: Callable[[], Iterable[dict[str, Any]]]) -> list[dict[str, Any]]:
   except OSError as error:
     print(f"warning: {error}; some records may be written twice", file=sys.stderr)
     return []
-
-
-def read_json_lines_from(directory: str, name: str, start: int) -> tuple[list[dict[str, Any]], int]:
-  """The records of a local line file of JSON objects from byte `start` on, and where the next records will begin."""
-  with (Path(directory) / name).open("rb") as file:
-    file.seek(start)
-    data = file.read()
-  whole = data[: data.rfind(b"\n") + 1]  # the last line may still grow
-  return _parse(whole.decode("utf-8", "replace").split("\n")[:-1]), start + len(whole)
 
 
 def write_text(directory: str, name: str, text: str) -> None:

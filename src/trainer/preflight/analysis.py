@@ -193,7 +193,6 @@ def read_compiled(
   compile_seconds: float,
   optimized: bool,
 ) -> Analysis:
-  """Returns the analysis of `compiled`, the compiled step of `prog` on `slices`."""
   text, stats = compiled.as_text(), compiled.memory_analysis()
   if text is None or stats is None:
     raise ConfigError(

@@ -1,7 +1,8 @@
 """JAX's persistent compilation cache, with entries that cannot be read replaced.
 
 JAX writes an entry in place, so a process that is killed leaves a truncated one, and it never overwrites an entry. It
-compiles again, with a warning, at every start. Here the warning removes the entry before JAX writes the new one.
+compiles again, with a warning, at every start. Here the warning removes the entries of the module before JAX writes the
+new one.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import re
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +82,8 @@ class _Repair:
       if unusable:
         return
       try:
-        remove_unreadable(self._directory, found["module"])
+        for entry in places.at(self._directory).glob(f"{found['module']}-*-cache"):  # the warning names only the module
+          entry.unlink(missing_ok=True)
       except OSError as error:
         print(f"warning: {found['module']} is compiled at every start: {error}", file=sys.stderr, flush=True)
 
@@ -97,20 +98,3 @@ class _Repair:
       f"the compilation cache {self._directory} has entries that cannot be read ({found['module']}: "
       f"{found['reason']}), perhaps of a process that was killed; these programs are compiled again"
     )
-
-
-def remove_unreadable(directory: str, module: str) -> None:
-  """Removes the damaged entries of a module (JAX's warning names no entry), or all its entries if none looks damaged. A
-  lost entry costs a compilation."""
-  entries = list(places.at(directory).glob(f"{module}-*-cache"))  # {module}-{hash}-cache
-  for entry in [entry for entry in entries if _is_damaged(entry.read_bytes())] or entries:
-    entry.unlink(missing_ok=True)
-
-
-def _is_damaged(data: bytes) -> bool:
-  """Whether `data` is not a whole zlib stream, whose checksum covers every byte."""
-  try:
-    zlib.decompress(data)
-  except zlib.error:
-    return True
-  return False

@@ -33,7 +33,6 @@ class Schedule:
   values: np.ndarray | None = None
 
   def at(self, step: int) -> jax.Array:
-    """The learning rate at `step`."""
     return self.rate(jnp.int32(step), self.values)
 
   def placed(self, mesh: Mesh) -> Any:
@@ -80,7 +79,6 @@ class UserOptimizer:
     return optimizer, rate
 
   def lines(self) -> list[str]:
-    """Lines for the log."""
     given = [name for name in ("schedule", "optimizer") if getattr(self, name) is not None]
     return [f"The program gives the {' and the '.join(given)}: the keys for it have no effect."] * bool(given)
 

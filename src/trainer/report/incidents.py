@@ -122,7 +122,6 @@ def _resizes(run: RunHistory) -> Iterator[Incident]:
 
 
 def _recovers(recovery: dict[str, Any], event: dict[str, Any]) -> bool:
-  """Whether `recovery` is the record of the recovery from `event`, a loss or a return."""
   same = recovery.get("event") == event["kind"] and str(recovery.get("slice")) == str(event.get("slice"))
   return same and recovery.get("step_before") == event.get("step") and recovery["wall"] >= event["wall"] - 1
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -122,18 +120,10 @@ def runs_in(directory: str) -> list[str]:
 
 
 def _signature(directory: str) -> Sequence[object]:
-  """For each line file that exists, a value that changes when it grows or is replaced. ConfigError without a folder."""
-  names = (METRICS_FILE, EVENTS_FILE)
-  if storage.is_address(directory):
-    return [parts for name in names if (parts := files.parts_signature(directory, name))]
-  if not Path(directory).exists():
+  """The signatures of the line files that exist. ConfigError without a folder."""
+  if not storage.is_address(directory) and not Path(directory).exists():
     raise ConfigError(f"{directory} does not exist")
-  found: list[object] = []
-  for name in names:
-    with contextlib.suppress(FileNotFoundError):
-      status = os.stat(Path(directory) / name)
-      found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-  return found
+  return [found for name in (METRICS_FILE, EVENTS_FILE) if (found := files.signature(directory, name))]
 
 
 def _notice(run: RunHistory | None, now: float) -> tuple[str, bool]:

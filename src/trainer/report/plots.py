@@ -51,7 +51,6 @@ class _Time:
   """The same for wall time since the first start, in the unit that suits its length."""
 
   def __init__(self, goodput: dict[str, Any]) -> None:
-    """goodput: the result of goodput.compute."""
     self._goodput = goodput
     self._unit, name = style.time_unit(goodput["wall_seconds"])
     self.label = f"{name} since the first start{without_pauses(goodput)}"

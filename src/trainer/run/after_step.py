@@ -8,8 +8,6 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Due:
-  """What is due after a step."""
-
   last: bool = False  # no step is left
   stop: bool = False  # the process must end (SIGTERM)
   resize: bool = False  # slices have returned and should be used

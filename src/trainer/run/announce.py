@@ -26,10 +26,10 @@ from trainer.run.preparation import Prepared
 from trainer.run.run_data import RunData
 
 
-def announce(prepared: Prepared, log: Log, events: EventLog, origins: Mapping[str, str]) -> None:
-  """Prints what is about to run, and records it as the first event of the process. origins: where each given key was
-  given."""
+def announce(prepared: Prepared, log: Log, events: EventLog) -> None:
+  """Prints what is about to run, and records it as the first event of the process."""
   config, cluster, full, data = prepared.config, prepared.cluster, prepared.program, prepared.data
+  origins = prepared.origins
   device = full.mesh.devices.flat[0]
   model, length = config.model, config.data.max_target_length
   parameters = counts.parameter_count(model)

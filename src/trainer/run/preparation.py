@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from input_pipeline import remote
 from trainer import world as world_lib
@@ -16,7 +17,7 @@ from trainer.cluster import Cluster
 from trainer.config import counts
 from trainer.config.errors import ConfigError
 from trainer.config.faults import Fault
-from trainer.config.schema import Config
+from trainer.config.schema import Config, RematPolicy
 from trainer.elastic import flips, retry
 from trainer.observe.metrics import StepRecord
 from trainer.parallel import memory
@@ -26,6 +27,7 @@ from trainer.program.program import Program
 from trainer.run import run_data
 from trainer.run.plugins import Extensions, Plugins, Weights
 from trainer.run.run_data import RunData
+from worlds import lines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Prepared:
   """A run that fits its devices and its data. callbacks: get the record of each step."""
 
   config: Config
+  origins: Mapping[str, str]  # where each key was given, for the report
   cluster: Cluster
   program: Program  # of all slices
   data: RunData
@@ -44,19 +47,38 @@ class Prepared:
 
 
 @contextlib.contextmanager
-def prepare(config: Config, cluster: Cluster, extensions: Extensions) -> Iterator[Prepared]:
+def prepare(
+  config: Config, cluster: Cluster, extensions: Extensions, origins: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Prepared]:
   """Everything of the run that needs no folder, closed at the end. Raises ConfigError for wrong input, and
   CheckpointError if the store of the run does not answer."""
   faults = retry.check(cluster, config.elastic, config.run.steps)
+  program.check_compiler_flags(config, cluster.view(cluster.slices).devices)
+  notes = extensions.user_optimizer.lines()
+  if config.model.remat_policy is RematPolicy.AUTO:
+    config, note = _choose_remat(config, cluster, extensions)
+    origins = {**origins, "remat_policy": "chosen for these devices, because of remat_policy=auto"}
+    notes.append(note)
   full = _program(config, cluster, extensions.user_optimizer)
   flips.check(faults, state_tree.flatten(full.state.params), state_tree.flatten(full.state.opt_state))
   weights = _weights(config, cluster, extensions)
-  notes = extensions.user_optimizer.lines()
   batch = program.global_batch_size(config, cluster.num_slices, cluster.devices_per_slice)
   with run_data.open_data(config, batch, notes.append, extensions.source) as data:
     data.identify(extensions.user_optimizer.identity(full.state.opt_state), cluster.world)
     plugins = Plugins([plugin(config, data) for plugin in extensions.plugins])
-    yield Prepared(config, cluster, full, data, plugins, weights, faults, notes, extensions.callbacks)
+    yield Prepared(config, origins, cluster, full, data, plugins, weights, faults, notes, extensions.callbacks)
+
+
+def _choose_remat(config: Config, cluster: Cluster, extensions: Extensions) -> tuple[Config, str]:
+  """The configuration with a policy in the place of remat_policy=auto, and a line for the log."""
+  instead = f"Choose a policy, such as remat_policy={RematPolicy.FULL}."
+  if extensions.user_optimizer.optimizer is not None:
+    raise ConfigError(
+      "remat_policy=auto: counts the memory of the optimizer opt_type, and the program gives another one.\n" + instead
+    )
+  if extensions.choose_remat is None:
+    raise ConfigError(f"remat_policy=auto: this program has nothing that chooses.\n{instead}")
+  return extensions.choose_remat(config, cluster, lines.tell)
 
 
 def _program(config: Config, cluster: Cluster, user_optimizer: UserOptimizer) -> Program:

@@ -7,8 +7,7 @@ import functools
 import gc
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import Any
 
 from trainer.checkpoint import run_folder
@@ -220,14 +219,11 @@ class Session:
 
 
 @contextlib.contextmanager
-def open_session(
-  prepared: Prepared, stop: Stop, started: float, origins: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[Session]:
-  """Opens the run, announces it, and closes all at the end. origins: where each key was given, for the report. Raises
-  as Session."""
+def open_session(prepared: Prepared, stop: Stop, started: float) -> Iterator[Session]:
+  """Opens the run, announces it, and closes all at the end. Raises as Session."""
   with contextlib.ExitStack() as stack:
     session = Session(prepared, stop, started, stack)
-    announce(prepared, session.log, session.events, origins)
+    announce(prepared, session.log, session.events)
     stack.enter_context(session.progress)
     session.watchdog.start()
     yield session

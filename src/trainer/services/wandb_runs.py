@@ -27,8 +27,6 @@ EVALUATED = "evaluation/step"  # the step of the evaluation in the same row
 
 @dataclasses.dataclass(frozen=True)
 class ServiceRun:
-  """The run as a service shows it."""
-
   name: str = ""
   id: str = ""  # the same in every process of the run; "": every process starts from step 0, as a run of its own
   config: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -93,7 +93,6 @@ def _some(problems: list[str]) -> list[str]:
 
 
 def _metrics(found: Receipt) -> Iterator[str]:
-  """What metrics.jsonl has otherwise."""
   recorded = {int(record["step"]): record for record in read_metrics(found.directory) if "loss" in record}
   last = max(found.steps, default=0)
   for step, line in found.steps.items():
@@ -111,7 +110,6 @@ def _metrics(found: Receipt) -> Iterator[str]:
 
 
 def _checkpoints(found: Receipt) -> Iterator[str]:
-  """Checkpoints that are damaged, or that are not what the receipt says."""
   folders = StepFolders(f"{found.directory}/checkpoints", SINGLE_WORLD, lambda line: None)
   for step in folders.steps():
     try:

@@ -287,7 +287,6 @@ class Link:
     return received
 
   def _next_header(self) -> Frame:
-    """The header that has arrived. The next one is expected."""
     magic, *fields = _FIELDS.unpack_from(self._header)
     (number,) = _CHECKSUM.unpack_from(self._header, _FIELDS.size)
     if magic != _MAGIC or number != zlib.crc32(self._header[: _FIELDS.size]):

@@ -96,7 +96,6 @@ class Plan:
     return sorted(given) == shares
 
   def bucket(self, bucket: int) -> tuple[int, int]:
-    """Returns [start, stop) of a bucket."""
     return bucket * self._bucket, min(self.size, (bucket + 1) * self._bucket)
 
   def part(self, bucket: int, member: int) -> tuple[int, int]:

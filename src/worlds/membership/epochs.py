@@ -22,8 +22,6 @@ _APART_SECONDS, _MOST_APART_SECONDS = 30.0, 600.0  # pause of a member that othe
 
 @dataclass
 class Member:
-  """A member that is connected."""
-
   lanes: int
   since: float = 0.0  # when it connected, by the clock
   addresses: dict[int, str] = field(default_factory=dict)  # by lane
@@ -161,11 +159,6 @@ class Epochs:
   def _joiners(self) -> list[int]:
     """Ready members that may join now."""
     return self._waiting()[: self._total - len(self.active)]
-
-  def _spare_waits(self, factor: float) -> bool:
-    """Whether a member waits that no free place needs, and that was not slower than the median by `factor`."""
-    spares = self._waiting()[self._total - len(self.active) :]
-    return any(1 / speed < factor for speed in self._dealing.speeds.of(spares).values())
 
   def _release(self, leave: Collection[int]) -> None:
     """These members end: they are not active any more, and do not join again."""

@@ -75,7 +75,6 @@ class Server:
 
   @property
   def connected(self) -> frozenset[int]:
-    """The members that have a connection."""
     with self._lock:
       return frozenset(self._channels)
 

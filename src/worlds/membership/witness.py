@@ -79,7 +79,6 @@ class Witness:
     return numerics == self.numerics
 
   def computed(self, member: int, sums: Sums) -> None:
-    """`member` has computed the share."""
     self.sums[member] = sums
 
   def begin_epoch(self, active: Collection[int]) -> None:

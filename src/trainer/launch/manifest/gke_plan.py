@@ -32,7 +32,6 @@ class GkePlan:
 
   @property
   def pathways(self) -> bool:
-    """Whether the run is behind Pathways."""
     return self.config.cluster.enable_single_controller
 
   @property

@@ -45,7 +45,6 @@ _IMAGES = "us-docker.pkg.dev/cloud-tpu-v2-images/pathways"  # the public images 
 
 
 def render(plan: GkePlan) -> str:
-  """The text for the target of the plan."""
   target, value = plan.options.target, _values(plan)
   templates = yaml.safe_load(Path(__file__).with_name("templates.yml").read_text())
   comments = "".join(f"# {line}\n" for line in _comments(plan))

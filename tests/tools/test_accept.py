@@ -74,6 +74,21 @@ def test_the_folder_may_have_spaces(tmp_path):
   assert {f"grain_train_files={out}/documents.jsonl", f"dataset_cache_directory={out}/cache"} < set(command)
 
 
+def test_rows_of_a_lost_slice_do_not_apply_where_accept_cannot_kill_a_slice(tmp_path, monkeypatch):
+  found = Acceptance(launchers.Launcher("command", 2, ["run"]), tmp_path, [], 1.0, "accept")
+  (tmp_path / "kill").mkdir()
+  start, ready = '{"kind": "run_start", "devices": 2, "device_kind": "cpu"}', '{"kind": "init_done", "seconds": 1}'
+  (tmp_path / "kill/events.jsonl").write_text(f"{start}\n{ready}\n")
+  (tmp_path / "kill.txt").touch()
+  for name in ("_train", "_stop_with_42", "_complete"):
+    monkeypatch.setattr(found, name, lambda *_: None)
+  found._kill()
+  rows = {row.name: row for row in found.rows}
+  assert rows["devices"].holds
+  assert rows["a slice is killed"].holds is None and "--kill COMMAND" in rows["a slice is killed"].seen
+  assert rows["it returns"].holds is None
+
+
 def _bits(loss):
   return struct.pack(">f", loss).hex()
 

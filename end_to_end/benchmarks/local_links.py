@@ -1,8 +1,12 @@
 """Trains on two hosts with paced links: the same bits at every rate, the bytes of a token, the time of a step.
 
   python -m end_to_end.benchmarks.local_links [--rates 20mbit,200mbit] [--steps 64]
+  python -m end_to_end.benchmarks.local_links --absent
 
-Each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the right to make
+--absent: eight slices on this machine take rounds of 32 steps of 0.1 s, and one of them is away after the first round.
+The replica of the absent slice is computed by one slice in the next round, and then in turns.
+
+Else each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the right to make
 namespaces. A model of 0.3 million parameters trains on Python's standard library: rounds of 32 local steps at every
 rate, then, at the last rate, synchronous steps and rounds with grad_reduce_dtype=bfloat16. Bytes for a token are
 counted as the records of the run have them (only with local steps), and by the card of the first host, with the headers
@@ -12,6 +16,7 @@ of TCP and the traffic of the supervisor. Exits with 1 if losses or final states
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import subprocess
@@ -23,6 +28,8 @@ from pathlib import Path
 from end_to_end.network import FAR, INSIDE, NEAR, SUPERVISOR, Network, hosts
 from tests.support.agent_runs import AgentRun
 from tests.support.command import differences
+from tests.support.forked_runs import SLOW, StandaloneServer
+from tests.support.process_runs import ProcessRun
 
 _INSIDE = "--inside"
 MODEL = (
@@ -88,12 +95,33 @@ def measure(folder: Path, rates: Sequence[str], steps: int) -> int:
   return len(wrong)
 
 
+def absent(folder: Path) -> int:
+  """Prints the time of each round. Returns whether the run failed."""
+  keys = [f"local_steps={H}", f"steps={8 * H}", f"checkpoint_period={8 * H}", f"fault_injection=slice_down@{H + 8}:5"]
+  keys += [f"slice_up@{6 * H}:5"]
+  with contextlib.closing(StandaloneServer()) as server:
+    run = ProcessRun(folder, [*keys[:-2], ", ".join(keys[-2:])], slices=8, environment=SLOW, server=server)
+    with run.launched() as supervisor:
+      code = run.wait(supervisor, 600)
+  print("| slices | time of the round | computation of a slice | sent by the first slice |\n|---|---|---|---|")
+  for record in run.records("metrics"):
+    if by_first := record.get("bytes_sent"):
+      computed = [H * seconds for seconds in record["slice_seconds"].values()]
+      least, most = f"{min(computed):.2f}", f"{max(computed):.2f} s"
+      print(f"| {len(computed)} | {H * record['seconds']:.2f} s | {least} to {most} | {by_first:,} bytes |")
+  return code
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument("--rates", default="20mbit,200mbit")
   parser.add_argument("--steps", type=int, default=64)
+  parser.add_argument("--absent", action="store_true")
   parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args()
+  if args.absent:
+    with tempfile.TemporaryDirectory(prefix="local-absent-") as folder:
+      sys.exit(absent(Path(folder)))
   if not args.inside:
     command = [*INSIDE, sys.executable, "-m", __spec__.name, _INSIDE, *sys.argv[1:]]
     sys.exit(subprocess.run(command, check=False).returncode)

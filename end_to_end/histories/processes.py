@@ -438,7 +438,7 @@ class Histories:
     player.counts["recoveries"] = run.count("recovery")
     replicas = history.slices * history.shares
     rounds = [line["slices"] for line in run.records("metrics") if line.get("replica_distance") is not None]
-    player.counts["rounds in turns"] = sum(
+    player.counts["rounds in turns"] += sum(
       before == now < history.slices and replicas % now > 0 for before, now in itertools.pairwise(rounds)
     )
     player.counts["slow member named"] = sum(event["factor"] > 1 for event in run.events("member_slow"))

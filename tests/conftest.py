@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Before the first import of jax: tests must not occupy an accelerator.
@@ -67,6 +68,23 @@ def shared(tmp_path_factory) -> Path:
   folder = Path(given) if given else (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
   folder.mkdir(exist_ok=True)
   return folder
+
+
+@pytest.fixture(scope="session")
+def once(shared) -> Callable[[str, Callable[[Path], object]], Path]:
+  """once(name, make): the folder that make(folder) has filled, in the first worker of pytest that asks for it."""
+
+  def made(name: str, make: Callable[[Path], object]) -> Path:
+    folder, complete = shared / name, shared / f"{name}.complete"
+    with (shared / f"{name}.lock").open("w") as file:
+      fcntl.flock(file, fcntl.LOCK_EX)
+      if not complete.exists():
+        folder.mkdir(exist_ok=True)
+        make(folder)
+        complete.touch()
+    return folder
+
+  return made
 
 
 @pytest.fixture(scope="session")

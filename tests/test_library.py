@@ -27,7 +27,7 @@ from tests.pages.test_code_blocks import blocks
 from tests.support import needs
 from tests.support.command import TINY
 from tests.support.elastic_harness import cached_in
-from tests.support.wheel import build_once, run_in
+from tests.support.wheel import build, run_in
 
 import trainer
 from trainer.checkpoint.checkpoint_errors import ConfigMismatch
@@ -41,8 +41,8 @@ SMALL |= {"opt_type": "adamw", "sample_prompt": "", "enable_report": "false"}
 
 @needs.workshop
 @pytest.mark.slow
-def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path, shared):
-  site, folder = build_once(shared), tmp_path / "empty"
+def test_the_page_runs_from_a_wheel_in_an_empty_folder(tmp_path, once):
+  site, folder = once("wheel", build) / "site", tmp_path / "empty"
   (tmp_path / "text").mkdir()
   for i in range(4):
     (tmp_path / "text" / f"{i}.txt").write_text(f"{i} lines of text are enough for a few steps.\n" * 40)

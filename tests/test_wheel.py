@@ -9,15 +9,15 @@ import tomllib
 import pytest
 import yaml
 from tests.support import needs
-from tests.support.wheel import ROOT, build_once, run_in
+from tests.support.wheel import ROOT, build, run_in
 from tests.test_layering import PACKAGES
 
 import trainer
 
 
 @pytest.fixture(scope="module")
-def wheel(shared):
-  return build_once(shared)
+def wheel(once):
+  return once("wheel", build) / "site"
 
 
 @pytest.fixture

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,27 +17,16 @@ LANES = (*TWO_HOSTS, f"steps={LANES_STEPS}", f"checkpoint_period={LANES_STEPS}")
 
 
 @pytest.fixture(scope="session")
-def once(shared) -> Callable[[str], AbstractContextManager[None]]:
-  """once(name): a block that one worker of pytest executes at a time."""
-
-  @contextmanager
-  def block(name: str) -> Iterator[None]:
-    with (shared / f"{name}.lock").open("w") as file:
-      fcntl.flock(file, fcntl.LOCK_EX)
-      yield
-
-  return block
-
-
-@pytest.fixture(scope="session")
 def undisturbed(shared: Path, server, once) -> OneWorker:
   """A run of KEYS in one process, which computes the shares of three slices. The first worker of pytest that needs it
   runs it for all."""
   run = OneWorker(shared / "undisturbed", [*KEYS, f"jax_cache_dir={shared / 'compiled'}"], server=server)
-  with once("undisturbed"):
-    if STEPS not in run.committed_steps():
-      with run.launched() as worker:
-        assert run.wait(worker) == 0, run.tail()
+
+  def launch(_: Path) -> None:
+    with run.launched() as worker:
+      assert run.wait(worker) == 0, run.tail()
+
+  once("undisturbed", launch)
   return run
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import pathlib
 import subprocess
@@ -12,8 +11,8 @@ import zipfile
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def build(folder: pathlib.Path) -> pathlib.Path:
-  """The wheel's contents in a new folder inside `folder`, and nothing else of the project."""
+def build(folder: pathlib.Path) -> None:
+  """Makes `folder`/site with the wheel's contents, and nothing else of the project."""
   (folder / "source").mkdir()
   for name in ("pyproject.toml", "LICENSE", "src"):  # a copy: setuptools writes build/ beside the sources
     (folder / "source" / name).symlink_to(ROOT / name)
@@ -22,20 +21,6 @@ def build(folder: pathlib.Path) -> pathlib.Path:
   assert built.returncode == 0, built.stderr
   (path,) = folder.glob("*.whl")
   zipfile.ZipFile(path).extractall(folder / "site")
-  return folder / "site"
-
-
-def build_once(shared: pathlib.Path) -> pathlib.Path:
-  """The result of `build`, once for all workers of pytest. shared: a folder that every worker sees."""
-  folder = shared / "wheel"
-  folder.mkdir(exist_ok=True)
-  with (folder / "lock").open("w") as lock:
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    if (folder / "complete").exists():
-      return folder / "site"
-    site = build(folder)
-    (folder / "complete").touch()
-    return site
 
 
 def run_in(folder: pathlib.Path, site: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:

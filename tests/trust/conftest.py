@@ -23,8 +23,6 @@ def config(compiled) -> Callable[..., trainer.Config]:
 
 
 @pytest.fixture(scope="session")
-def trained(config, tmp_path_factory) -> Path:
+def trained(config, once) -> Path:
   """The folder of the run."""
-  folder = tmp_path_factory.mktemp("trained")
-  assert trainer.Run(config(folder, "run_name=run")).train()
-  return folder / "run"
+  return once("trained", lambda folder: trainer.Run(config(folder, "run_name=run")).train()) / "run"

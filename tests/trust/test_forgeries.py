@@ -183,13 +183,15 @@ def near(f: Forgery, step: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def runs(trained, config, tmp_path_factory):
+def runs(trained, config, once):
   """(the folder of a run, of the same run that went on from step 8 with another learning rate)."""
-  folder = tmp_path_factory.mktemp("other")
-  shutil.copytree(trained, folder / "run")
-  shutil.rmtree(folder / "run" / "checkpoints" / "12")
-  assert trainer.Run(config(folder, "run_name=run", "learning_rate=0.1")).train()
-  return trained, folder / "run"
+
+  def train(folder):
+    shutil.copytree(trained, folder / "run")
+    shutil.rmtree(folder / "run" / "checkpoints" / "12")
+    assert trainer.Run(config(folder, "run_name=run", "learning_rate=0.1")).train()
+
+  return trained, once("other", train) / "run"
 
 
 @pytest.fixture(scope="module")

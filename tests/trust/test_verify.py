@@ -33,11 +33,10 @@ class OneChanged:
 
 
 @pytest.fixture(scope="module")
-def runs(trained, config, tmp_path_factory):
+def runs(trained, config, once):
   """(the folder of a run, of the same with one changed example)."""
-  folder = tmp_path_factory.mktemp("runs")
-  assert trainer.Run(config(folder, "run_name=b"), OneChanged()).train()
-  return trained, folder / "b"
+  changed = once("changed", lambda folder: trainer.Run(config(folder, "run_name=b"), OneChanged()).train())
+  return trained, changed / "b"
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Documents in a column of Arrow data, as Parquet has it: texts, token ids, or conversations."""
+"""Documents in a column of Arrow data, of Parquet and Hugging Face datasets: texts, token ids, or conversations."""
 
 from __future__ import annotations
 

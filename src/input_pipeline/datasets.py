@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from input_pipeline import array_record, corpus, data_files, elements, first_bytes, jsonl, parquet, remote, tfds
+from input_pipeline import array_record, corpus, data_files, elements, first_bytes, hf, jsonl, parquet, remote, tfds
 from input_pipeline.documents import Documents, Piece, naming, uncut
 from input_pipeline.folders import LeftOut
 from input_pipeline.input_errors import ConfigError, require
@@ -38,8 +38,13 @@ def find(cfg: DataOptions) -> dict[str, Documents]:
         )
       return {split: _files(cfg, key) for split, key in keys.items() if getattr(cfg, key)}
     case _:
+      if cfg.dataset_type == "hf" and cfg.eval_split and not hf.has_splits(cfg.dataset_path):
+        raise ConfigError(
+          f"eval_split={cfg.eval_split}: dataset_path={cfg.dataset_path} is a single dataset without splits. "
+          "Save a DatasetDict, or evaluate another dataset with eval_sets."
+        )
       names = {"train": cfg.train_split, "eval": cfg.eval_split}
-      return {split: _tfds(cfg, name) for split, name in names.items() if name}
+      return {split: _split(cfg, name) for split, name in names.items() if name}
 
 
 def _text(cfg: DataOptions) -> dict[str, Documents]:
@@ -75,10 +80,14 @@ def _files(cfg: DataOptions, key: str) -> Documents:
       return Documents(name, pieces, reader, form, uncut, left_out=str(left))
 
 
-def _tfds(cfg: DataOptions, split: str) -> Documents:
-  folder, column = cfg.dataset_path, cfg.train_data_columns
-  read = partial(tfds.read, folder=folder, split=split, column=column)
-  return Documents(f"{folder} ({split})", tfds.find(folder, split), read, f"tfds {column}", uncut)
+def _split(cfg: DataOptions, split: str) -> Documents:
+  """The documents of a split of a saved dataset: dataset_type=tfds or hf."""
+  kind, folder, column = cfg.dataset_type, cfg.dataset_path, cfg.train_data_columns
+  if kind == "tfds":
+    pieces, read = tfds.find(folder, split), partial(tfds.read, folder=folder, split=split, column=column)
+  else:
+    pieces, read = hf.find(folder, split), partial(hf.read, column=column)
+  return Documents(f"{folder} ({split})", pieces, read, f"{kind} {column}", uncut)
 
 
 def _check_parquet(pieces: Sequence[Piece]) -> None:

@@ -1,7 +1,7 @@
 """The documents of a dataset: files in a fixed order, and a function that reads the documents of one file.
 
 A source of documents is a file in this folder with such a function (`corpus`, `jsonl`, `parquet`, `array_record`,
-`tfds`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
+`tfds`, `hf`). Tokenizing, packing, shuffling and mixing do not depend on where documents come from.
 """
 
 from __future__ import annotations

@@ -19,12 +19,14 @@ class DataOptions(BaseModel):
 
   model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
 
-  dataset_type: Literal["synthetic", "text", "grain", "tfds"] = "text"
+  dataset_type: Literal["synthetic", "text", "grain", "tfds", "hf"] = "text"
   """synthetic: random tokens. text: files of text. grain: ArrayRecord, Parquet or JSONL files. tfds: a dataset that
-  TensorFlow Datasets has prepared. Except for synthetic, documents are tokenised and packed once, and cached."""
+  TensorFlow Datasets has prepared. hf: a folder that Hugging Face datasets has saved with save_to_disk. Except for
+  synthetic, documents are tokenised and packed once, and cached."""
   dataset_path: str = ""
   """dataset_type=text: a file, or a folder of .txt .md .py .jsonl files. Empty: the sources of the Python standard
-  library. dataset_type=tfds: the folder with dataset_info.json."""
+  library. dataset_type=tfds: the folder with dataset_info.json. dataset_type=hf: the folder with dataset_dict.json or
+  state.json."""
   eval_dataset_path: str = ""
   """dataset_type=text: a file or folder for evaluation. Empty: hold out eval_fraction of the training text."""
   grain_train_files: str = ""
@@ -51,7 +53,7 @@ class DataOptions(BaseModel):
   train_data_columns: str = "text"
   """Column of Parquet, field of JSONL, feature of tf.train.Example and TFDS with the documents, in training and
   evaluation; `meta.text` is a nested column or field. Strings are tokenised. Lists of integers are token ids and stay
-  as they are. Lists of messages with role and content (JSONL, Parquet) are conversations."""
+  as they are. Lists of messages with role and content (JSONL, Parquet, hf) are conversations."""
   train_on: Literal["assistant", "all"] = "assistant"
   """For conversations: which tokens are trained (weight 1 in the loss). assistant: what the assistant says, with the
   token that ends its turn. all: every token."""
@@ -59,9 +61,9 @@ class DataOptions(BaseModel):
   """For conversations: a file with a Jinja template, a folder that has one, or chatml. Default: the template beside
   tokenizer_path (chat_template.jinja, or chat_template in tokenizer_config.json)."""
   train_split: str = "train"
-  """dataset_type=tfds: name of the split to train on."""
+  """dataset_type=tfds or hf: name of the split to train on."""
   eval_split: str = ""
-  """dataset_type=tfds: name of the split for evaluation. Empty: no evaluation."""
+  """dataset_type=tfds or hf: name of the split for evaluation. Empty: no evaluation."""
   eval_fraction: float = Field(0.05, ge=0.0, le=1.0)
   """Share of the training text that is held out for evaluation if eval_dataset_path is empty: files, and parts of large
   files, spread evenly over the text."""
@@ -97,7 +99,7 @@ class DataOptions(BaseModel):
   def names_eval_data(self) -> bool:
     """Whether a key names data for evaluation. Other text may be held out, and random tokens have no end."""
     keys = {"text": self.eval_dataset_path, "grain": self.grain_eval_files}
-    keys |= {"tfds": self.eval_split}
+    keys |= {"tfds": self.eval_split, "hf": self.eval_split}
     return bool(keys.get(self.dataset_type))
 
   def mistakes(self) -> Iterator[str]:

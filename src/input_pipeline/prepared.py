@@ -33,6 +33,7 @@ _EVAL_KEYS = {
   "text": "Set eval_fraction or eval_dataset_path",
   "grain": "Set grain_eval_files",
   "tfds": "Set eval_split",
+  "hf": "Set eval_split",
 }
 
 

@@ -86,7 +86,7 @@ def _train(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
       attempt.save(step, state, None, last=True)
       return Outcome("preempted", step), state
   attempt.records.restart_clock()
-  if step >= steps:
+  if attempt.target_reached(step, loss) or step >= steps:
     attempt.save(step, state, loss, last=True)
     return Outcome("complete", step), state
   return _loop(attempt, start)
@@ -133,6 +133,8 @@ def _loop(attempt: Attempt, start: Start) -> tuple[Outcome, TrainState]:
     loss = attempt.evaluate(state.params, step) if actions.evaluate else None
     if actions.evaluate and loss is None:
       actions = after_step.decide(dataclasses.replace(due, last=False, stop=True), uses_snapshots=False)
+    if attempt.target_reached(step, loss):
+      actions = dataclasses.replace(actions, save="final", end="complete")
     if actions.save != "none":
       attempt.save(step, state, loss, last=actions.save == "final")
     if actions.end in ("preempted", "slice_up"):

@@ -112,7 +112,7 @@ CASES: list[tuple[list[str], list[str]]] = [
   (grain("records.jsonl", "grain_file_type=parquet"), ["records.jsonl", "grain_file_type"]),
   (grain("bad.arrayrecord", "grain_file_type=arrayrecord"), ["bad.arrayrecord", "ArrayRecord"]),
   (["a.yml", "dataset_type=tfds", "dataset_path=empty"], ["empty", "tfds"]),
-  (["a.yml", "dataset_type=hf", "dataset_path=empty"], ["dataset_type=hf", "to Parquet with datasets"]),
+  (["a.yml", "dataset_type=hf", "dataset_path=empty"], ["dataset_path=empty", "save_to_disk"]),
 ]
 
 

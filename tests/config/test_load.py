@@ -208,7 +208,7 @@ def test_unknown_keys_get_the_nearest_name(write):
     ("per_device_batch_size=0", "must be above 0"),
     ("elastic_enabled=yes", "must be true or false"),
     ("attention=flsh", "Did you mean flash? Choices: autoselected, dot_product, flash"),
-    ("dataset_type=c4_mlperf", "grain_train_files=FILES.\nChoices: synthetic, text, grain, tfds"),
+    ("dataset_type=c4_mlperf", "grain_train_files=FILES.\nChoices: synthetic, text, grain, tfds, hf"),
   ],
 )
 def test_wrong_values_name_value_and_rule(argument, words):

@@ -61,8 +61,11 @@ def test_gs_needs_its_package(monkeypatch):
   assert paths.is_installed("yaml") and not paths.is_installed("no_such_package")
 
 
-def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path):
-  (tmp_path / "runs/c").mkdir(parents=True)
+def test_a_folder_in_the_place_of_a_run_file_is_refused(tmp_path):
+  for name in ("log.txt", "metrics.jsonl", "config.yml"):
+    (tmp_path / "runs" / name / name).mkdir(parents=True)
+    assert f"{name}: is a folder, and the run needs a file" in failure(f"run_name={name}")
+  (tmp_path / "runs/c").mkdir()
   (tmp_path / "runs/c/checkpoints").write_text("x")
   assert "checkpoints: is a file, and the run needs a folder" in failure("run_name=c")
 

@@ -34,6 +34,7 @@ REFUSED = [
   (["learning_rate_schedule_steps=0"], "must be positive"),
   (["lr_schedule_type=wsd", "warmup_steps_fraction=0.6", "wsd_decay_steps_fraction=0.5"], "exceed the schedule"),
   (["adam_b2=1"], "must be below 1"),
+  (["elastic_slow_factor=0.9"], "Use more than 1, or 0."),
   (["cluster=multiprocess", "enable_single_controller=true"], "contradicts cluster=multiprocess"),
   (["ici_tensor_parallelism=-1"], "ici_fsdp_parallelism and ici_tensor_parallelism are -1"),
   (["num_slices=3", "dcn_data_parallelism=2"], "dcn_data_parallelism=2: the product 2 must equal the 3 slices"),

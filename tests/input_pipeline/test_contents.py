@@ -21,7 +21,7 @@ from input_pipeline.loader import Loader, make_loader
 from input_pipeline.options import DataOptions
 
 WORDS = [f"word{number:05} " * 40 + "\n" for number in range(1500)]  # 660 KB
-FORMATS = ["text", "text in parts", "jsonl", "jsonl.gz", "arrayrecord_text", "arrayrecord_uint16", "parquet"]
+FORMATS = ["text", "text in parts", "jsonl", "jsonl.gz", "arrayrecord_text", "arrayrecord_uint16", "parquet", "hf"]
 
 
 def write(folder: Path, form: str, words: list[str]) -> dict[str, str]:
@@ -38,10 +38,16 @@ def write(folder: Path, form: str, words: list[str]) -> dict[str, str]:
       lines = "".join(json.dumps({"text": text}) + "\n" for text in words).encode()
       plain = form == "jsonl"
       (folder / f"a.{form}").write_bytes(lines if plain else gzip.compress(lines, 0, mtime=0))
-    case "parquet":
+    case "parquet" | "hf":
       pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
       table = pyarrow.table({"text": words})
-      parquet.write_table(table, folder / "a.parquet", compression="none", use_dictionary=False)
+      if form == "parquet":
+        parquet.write_table(table, folder / "a.parquet", compression="none", use_dictionary=False)
+      else:
+        with pyarrow.OSFile(str(folder / "a.arrow"), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+          out.write_table(table, 100)
+        (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": "a.arrow"}]}))
+        keys = {"dataset_type": "hf", "dataset_path": str(folder)}
     case _:
       writer = packages.array_record().ArrayRecordWriter(str(folder / "a.array_record"), "group_size:1,uncompressed")
       for text in words:
@@ -73,7 +79,7 @@ def tokens(loader: Loader) -> str:
 
 @pytest.mark.parametrize("form", few(["text", "parquet", "arrayrecord_uint16"], FORMATS))
 def test_a_change_in_place_is_noticed_and_a_copy_is_not(tmp_path, form, monkeypatch):
-  if form == "parquet" and not ARROW:
+  if form in ("parquet", "hf") and not ARROW:
     pytest.skip("needs the extra arrow")
   if form == "text in parts":
     monkeypatch.setattr(corpus, "_WHOLE", 1000)

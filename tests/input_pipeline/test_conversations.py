@@ -171,15 +171,23 @@ def test_every_conversation_is_in_the_examples_once_and_whole(tmp_path, packing)
   assert "[[" in said[-1] and "<|im_end|>" in said[-1]
 
 
-def test_parquet_has_the_same_examples(tmp_path):
+@pytest.mark.parametrize("kind", ["parquet", "hf"])
+def test_other_files_have_the_same_examples(tmp_path, kind):
   arrow = pytest.importorskip("pyarrow", reason=ARROW)
-  import pyarrow.parquet
-
   made = [[m | {"content": clean(m["content"])} for m in one] for one in chats.conversations(20)]
   plain = load(options(tmp_path, grain_train_files=chats.write_jsonl(tmp_path / "a.jsonl", made)))
   extra = [[m | {"tool_calls": None} for m in one] for one in made]  # as a struct has it
-  pyarrow.parquet.write_table(arrow.table({"messages": arrow.array(extra)}), tmp_path / "a.parquet")
-  cfg = options(tmp_path, grain_file_type="parquet", grain_train_files=str(tmp_path / "a.parquet"))
+  table = arrow.table({"messages": arrow.array(extra)})
+  if kind == "parquet":
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    cfg = options(tmp_path, grain_file_type="parquet", grain_train_files=str(tmp_path / "a.parquet"))
+  else:
+    with arrow.ipc.new_stream(tmp_path / "data.arrow", table.schema) as writer:
+      writer.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
+    cfg = options(tmp_path, dataset_type="hf", dataset_path=str(tmp_path))
   assert sequences_of(load(cfg)) == sequences_of(plain)
 
 

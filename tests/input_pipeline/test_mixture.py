@@ -177,7 +177,7 @@ def test_a_damaged_record_names_the_source(tmp_path, files):
       {"weight": 1, "dataset_type": "text", "path": "web"},
       "grain_train_files is not a key of a source with dataset_type=t",
     ),
-    ({"weight": 1, "dataset_type": "synthetic"}, "Choices in this file: grain, text, tfds"),
+    ({"weight": 1, "dataset_type": "synthetic"}, "Choices in this file: grain, text, tfds, hf"),
     ({"weight": 1, "path": "gone"}, "'gone' has no files"),
     ({"weight": 1, "path": "code"}, "code and web have the same data"),
   ],

@@ -4,6 +4,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from tests.support import fake_run
 
@@ -192,6 +193,27 @@ def test_one_impossible_number_does_not_take_the_list_of_all_runs_down(tmp_path,
   path.write_text("".join(json.dumps(r | {field: wrong} if i == index else r) + "\n" for i, r in enumerate(records)))
   row = list_page.read(str(tmp_path / "a"), "a")
   assert "20 of 20" in list_page.body([row], 1.8e9) and not row.problem
+
+
+@pytest.mark.parametrize("clock", [0.0, 3e6, -3e6])
+def test_the_clocks_of_two_hosts_make_no_duration(tmp_path, clock):
+  """A process takes the records over after 0.7 s, and another one continues the run later."""
+  first = Life(tmp_path, wall=1.8e9)
+  first.after(0, "run_start")
+  for step in range(1, 11):
+    first.step(step)
+  second = Life(tmp_path, wall=1.8e9 + 10.7 + clock, monotonic=5000.0)
+  second.after(0, "primary", step=10, host="other", seconds=0.7)
+  for step in range(11, 21):
+    second.step(step)
+  second.after(0, "run_end", exit=42)
+  run = history.load(str(tmp_path))
+  assert seconds(tmp_path) == {"steps": 20.0, "down": 0.7}
+  assert np.ptp(goodput.elapsed(goodput.compute(run), run.rows["wall"])) == pytest.approx(19.7)
+  assert run.last_wall == pytest.approx(1.8e9 + 20.7 + clock)  # a reader compares it with its own clock
+  third = Life(tmp_path, wall=1.8e9 + 10)  # by the clock of its host, the run goes on already
+  third.step(21)
+  assert seconds(tmp_path) == {"steps": 21.0, "down": 0.7}
 
 
 def test_a_refused_process_does_not_count(tmp_path):

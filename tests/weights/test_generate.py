@@ -61,6 +61,16 @@ def test_greedy_text_of_a_batch_is_that_of_the_whole_model(model):
     assert [step[i] for step in ended] == row[:length] + [None] * (len(ended) - length)
 
 
+def test_top_k_and_top_p_leave_out_unlikely_tokens():
+  logits = np.log(np.array([[0.5, 0.3, 0.15, 0.05]], np.float32))
+  kept = lambda **keys: np.isfinite(generation._likely(jax.numpy.asarray(logits), Sampling(**keys)))[0].tolist()
+  assert kept() == [True] * 4
+  assert kept(top_k=2) == [True, True, False, False]
+  assert kept(top_p=0.7) == [True, True, False, False]
+  assert kept(top_p=0.1) == [True, False, False, False]
+  assert kept(top_k=3, top_p=0.99) == [True, True, True, False]
+
+
 def test_the_command_streams_a_text_and_takes_a_file(tmp_path, capsys):
   cfg = hf_folders.model("qwen3", vocab_size=258)
   hf_folders.write_run(tmp_path / "run", Config(model=cfg), hf_folders.random_params(cfg))

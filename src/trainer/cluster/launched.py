@@ -34,6 +34,7 @@ def run_rules(config: Config) -> RunRules:
     elastic.elastic_min_resize_interval_seconds,
     elastic.elastic_enabled,
     elastic.elastic_max_retries,
+    elastic.elastic_slow_factor if elastic.elastic_enabled else 0.0,  # otherwise a loss ends the run
     config.optimizer.local_steps,
   )
 

@@ -102,6 +102,11 @@ class TorchrunWorker:
         f"num_slices={rules.slices}: torchrun has started {self.workers} workers, and elastic_enabled=false needs one "
         "for each slice.\nSet elastic_enabled=true with elastic_min_slice_count, or start more workers."
       )
+    if rules.slow_factor:
+      raise ConfigError(
+        f"elastic_slow_factor={rules.slow_factor:g}: torchrun starts all workers again when one is replaced.\n"
+        "Remove it, or use agents (trainer.launch.agent) instead of torchrun."
+      )
     launched.check(rules, lanes=1)
     return ChildSupervisor(self, rules) if self.rank == 0 else None
 

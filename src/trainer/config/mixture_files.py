@@ -21,6 +21,7 @@ _SOURCE_KEYS = {
   "grain": ("grain_train_files", "grain_dataset", "grain_file_type", "train_data_columns"),
   "text": ("dataset_path",),
   "tfds": ("dataset_path", "train_split", "train_data_columns"),
+  "hf": ("dataset_path", "train_split", "train_data_columns"),
 }
 _MOST_SOURCES = 1000
 _MOST_WEIGHTS = 100  # of a source

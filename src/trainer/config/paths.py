@@ -20,6 +20,11 @@ from trainer.config.schema import Config, DataSection, ObserveSection
 # are reliable there is untested.
 _WRITERS = {"gs": ("gcsfs", "tensorflow"), "s3": ("s3fs",)}
 _EXTRA_OF = {"gs": "gcs", "s3": "s3"}
+# The files and folders of a run's folder.
+_RUN_FILES = (
+  "log.txt events.jsonl metrics.jsonl receipt.jsonl config.yml goodput.json goodput_records.jsonl report.html loss.png"
+)
+_RUN_FOLDERS = "checkpoints tokenizer tensorboard metrics profile wandb"
 # Service that needs a package: the package. The extra of this project that has it has the service's name.
 _PACKAGES = {"wandb": "wandb", "goodput": "ml_goodput_measurement"}
 
@@ -63,10 +68,7 @@ def _check_run(config: Config) -> None:
   if not run.base_output_directory:
     raise ConfigError("base_output_directory is empty: a run needs a folder.\nUse base_output_directory=runs.")
   _check_output("base_output_directory", run.base_output_directory, config.run_directory)
-  if os.path.isfile(checkpoints := f"{config.run_directory}/checkpoints"):  # else the run would begin again at step 0
-    raise ConfigError(
-      f"{checkpoints}: is a file, and the run needs a folder.\nMove it away, or choose another run_name."
-    )
+  _check_run_directory(config.run_directory)
   if config.checkpoint.enable_checkpointing:
     _check_pattern("run_name", run.run_name, run.run_name)
     _check_pattern("base_output_directory", run.base_output_directory, str(places.at(config.run_directory)))
@@ -123,6 +125,15 @@ def _check_data(data: DataOptions, problems: Problems) -> None:
     case "tfds":
       with problems.collect():
         _check_tfds(data.dataset_path)
+    case "hf":
+      with problems.collect():
+        _check_placeholder("dataset_path", data.dataset_path)
+        root = as_path(data.dataset_path, "dataset_path=") if data.dataset_path else Path()
+        if not any(os.path.isfile(root / name) for name in ("dataset_dict.json", "state.json")):
+          raise ConfigError(
+            f"dataset_path={shorten(data.dataset_path)}: has neither dataset_dict.json nor state.json.\n"
+            "Give a local folder that datasets has saved with save_to_disk."
+          )
   with problems.collect():
     path = data.tokenizer_path if data.tokenizer_type == "bpe" else ""
     inside = f"{path.rstrip('/')}/tokenizer.json"
@@ -216,6 +227,20 @@ def _is_address(name: str, value: str) -> bool:
 def is_installed(package: str) -> bool:
   """Whether `package` is installed. It is not imported, which would take seconds."""
   return importlib.util.find_spec(package) is not None
+
+
+def _check_run_directory(directory: str) -> None:
+  """Checks that no file of a local run is a folder in its run folder, and the reverse."""
+  if storage.is_address(directory):
+    return
+  folder = as_path(directory, "base_output_directory=")
+  for name in (*_RUN_FILES.split(), *_RUN_FOLDERS.split()):
+    path = folder / name
+    wanted, found = ("file", "folder") if name in _RUN_FILES.split() else ("folder", "file")
+    if os.path.isdir(path) if found == "folder" else os.path.isfile(path):
+      raise ConfigError(
+        f"{path}: is a {found}, and the run needs a {wanted} with this name.\nMove it away, or choose another run_name."
+      )
 
 
 def _writable(folder: Path) -> bool:

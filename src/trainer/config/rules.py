@@ -49,7 +49,8 @@ def multiprocess_conflicts(elastic: ElasticSection) -> Iterator[str]:
 
 def single_controller_conflicts(elastic: ElasticSection, cluster: str) -> Iterator[str]:
   """Refuses keys of slices that are processes: on this kind of cluster, one program sums the slices."""
-  for name, value, default in _given(elastic, "shares_per_slice", "exchange_network"):
+  names = "shares_per_slice", "exchange_network", "elastic_slow_factor"
+  for name, value, default in _given(elastic, *names):
     yield (
       f"{name}={value}: the slices of a {cluster} cluster sum inside one program.\n"
       f"Remove the key ({name}={default}), or start the slices as processes with `python -m trainer.launch.local`."

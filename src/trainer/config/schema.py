@@ -393,6 +393,9 @@ class ElasticSection(Section):
   of the run. The living slices divide the shares of a lost slice among them. The result has the same bits, whichever
   slice computes a share. -1: as in the run so far; in a new run the most, up to 8, that leave a device at least 8,192
   tokens in a share."""
+  elastic_slow_factor: float = Field(0.0, ge=0, le=1000)
+  """Slices as separate processes: replace a slice that needs so many times the median for a share, over 60 steps, if a
+  spare waits that was not as slow. 0: never. In any case its shares move to the others, and it is named."""
   exchange_network: str = ""
   """Slices as separate processes: the network on which they exchange gradients. A network interface (eth1) or a subnet
   (10.1.0.0/16); every host must have an address there. "": the address that a host has towards the supervisor, or that
@@ -464,6 +467,8 @@ class ObserveSection(Section):
   """Steps between evaluations. -1: only at the end, if there is evaluation data."""
   eval_steps: NonNegative = 8
   """Batches per evaluation of a set. 0: no evaluation."""
+  target_eval_loss: float = Field(0.0, ge=0, le=1e9)
+  """The run is complete at the first evaluation with this eval_loss or a lower one. 0: never."""
   sample_prompt: str = ""
   """Text that the trained model continues at the end, for 64 tokens. Empty: no sample."""
 

@@ -45,10 +45,10 @@ EFFECTS: tuple[tuple[str, tuple[str, ...], str], ...] = (
   ("lr_schedule_type", ("cosine", "wsd"), "learning_rate_final_fraction"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_files grain_eval_files grain_dataset grain_file_type"),
   ("dataset_type", ("grain", "synthetic"), "grain_train_mixture_config_path"),
-  ("dataset_type", ("tfds", "synthetic"), "train_split eval_split"),
-  ("dataset_type", ("grain", "tfds", "synthetic"), "train_data_columns"),
+  ("dataset_type", ("tfds", "hf", "synthetic"), "train_split eval_split"),
+  ("dataset_type", ("grain", "tfds", "hf", "synthetic"), "train_data_columns"),
   ("dataset_type", ("text", "synthetic"), "eval_dataset_path eval_fraction"),
-  ("dataset_type", ("text", "tfds", "synthetic"), "dataset_path"),
+  ("dataset_type", ("text", "tfds", "hf", "synthetic"), "dataset_path"),
   *(
     ("opt_type", tuple(name for name, keys in OPTIMIZER_KEYS.items() if key in keys), key)
     for key in OPTIMIZER_KEYS["adamw"]
@@ -355,9 +355,12 @@ def _checkpoint(checkpoint: CheckpointSection, observe: ObserveSection) -> Itera
           f"{name}={value}: has no effect without enable_emergency_checkpoint.\n"
           f"Add enable_emergency_checkpoint=true, or remove {name}."
         )
-  best = checkpoint.checkpoint_keep_best
-  if best and (observe.eval_interval < 1 or observe.eval_steps == 0):
-    yield f"checkpoint_keep_best={best}: needs evaluations to compare.\nSet eval_interval and eval_steps above 0."
+  for name, value in (
+    ("checkpoint_keep_best", checkpoint.checkpoint_keep_best),
+    ("target_eval_loss", observe.target_eval_loss),
+  ):
+    if value and (observe.eval_interval < 1 or observe.eval_steps == 0):
+      yield f"{name}={value:g}: needs evaluations to compare.\nSet eval_interval above 0 and eval_steps above 0."
 
 
 def _elastic(
@@ -393,6 +396,8 @@ def _elastic(
 
 
 def _exchange(elastic: ElasticSection) -> Iterator[str]:
+  if 0 < (factor := elastic.elastic_slow_factor) <= 1:
+    yield f"elastic_slow_factor={factor:g}: would replace slices that are not slow.\nUse more than 1, or 0."
   if "/" in (network := elastic.exchange_network):  # no network interface has such a name
     try:
       ipaddress.ip_network(network, strict=False)

@@ -20,6 +20,7 @@ Events = list[dict[str, Any]]
 
 _LAST_STEPS = 20
 _LONGEST = 1e10  # seconds: 317 years. A longer duration, or a later time, is no value of the trainer
+_CLOCKS_DIFFER = 5.0  # seconds between the clocks of two hosts that no good clock has
 
 # A record of metrics.jsonl as a row of numbers. A number that the record lacks is nan.
 _NUMBERS = (
@@ -139,6 +140,7 @@ def load(run_directory: str) -> RunHistory:
   records = np.fromiter(_rows(run_directory, processes, losses), _ROW)
   if not events and not len(records):
     raise ConfigError(_not_a_run(run_directory))
+  shift = _use_one_clock(events, records, processes)
   completed, redone = records["completed"], given_up(records["step"], records["completed"])
   starts = [event for event in events if event["kind"] == "run_start"]
   return RunHistory(
@@ -150,9 +152,38 @@ def load(run_directory: str) -> RunHistory:
     evals=records[~completed & ~redone],
     eval_sets=_by_name(list(itertools.compress(losses, ~redone[~completed]))),
     events=events,
-    last_wall=max([*records["wall"], *(event["wall"] for event in events)]),
+    last_wall=max([*records["wall"], *(event["wall"] for event in events)]) - shift,
     start=starts[-1] if starts else {},
   )
+
+
+def _use_one_clock(events: Events, records: np.ndarray, processes: dict[str, int]) -> float:
+  """Moves the wall times of a process whose host has another clock than the host of the process before it. Returns by
+  how much the times of the last process were moved.
+
+  That is known where a process takes the records over, because it says how long it had waited for them, and where a
+  process would have begun before the process before it had ended. A process that took them over twice is left alone.
+  """
+  of_process: dict[str, Events] = {process: [] for process in processes}
+  for event in events:
+    of_process[event["process"]].append(event)
+  if len(list(itertools.groupby(event["process"] for event in events))) > len(processes):
+    return 0.0
+  end, shift = -math.inf, 0.0
+  for process, index in processes.items():
+    mine, rows = of_process[process], records["process"] == index
+    walls = [*records["wall"][rows], *(event["wall"] for event in mine)]
+    begins = next((event for event in mine if event["kind"] in ("run_start", "primary")), {})
+    shift = max(0.0, end - min(walls))
+    if begins.get("kind") == "primary" and begins.get("seconds") is not None:
+      shift = end + begins["seconds"] - begins["wall"]
+    if math.isinf(end) or abs(shift) <= _CLOCKS_DIFFER:
+      shift = 0.0
+    records["wall"][rows] += shift
+    for event in mine:
+      event["wall"] += shift
+    end = max(end, max(walls) + shift)
+  return shift
 
 
 def load_with_steps(run_directory: str) -> RunHistory:

@@ -216,6 +216,17 @@ class Attempt:
       )
     return main
 
+  def target_reached(self, step: int, loss: float | None) -> bool:
+    """Whether the run is complete because `loss`, of the state after `step`, is at or below target_eval_loss."""
+    target = self.config.observe.target_eval_loss
+    if not target or loss is None or not loss <= target:
+      return False
+    self.session.log.line(
+      f"The evaluation loss {loss:.4f} at step {step} reaches target_eval_loss={target:g}: the run is complete. "
+      "Lower target_eval_loss to train longer."
+    )
+    return True
+
 
 def _fresh_state(session: Session, program: Program) -> TrainState:
   """The state of step 0: with the parameters of load_parameters_path, or with random ones."""

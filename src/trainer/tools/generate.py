@@ -30,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
   parser.add_argument(
     "--temperature", type=_temperature, default=0.7, help="0: always the most likely token (default: 0.7)"
   )
+  parser.add_argument("--top-k", type=whole(0), default=0, help="only the K most likely tokens (default: 0, all)")
+  parser.add_argument(
+    "--top-p", type=real(1e-6, 1), default=1.0, help="only the most likely tokens with this sum (default: 1)"
+  )
   parser.add_argument("--seed", type=whole(-(2**31), 2**32 - 1), default=0)
   parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: as in training")
   return commands.main(parser, _generate, argv)
@@ -50,7 +54,7 @@ def _generate(options: argparse.Namespace) -> None:
   if not prompts:
     raise trainer.ConfigError(f"{options.prompts}: is empty. Write a prompt in every line.")
   cluster.check_environment()
-  sampling = trainer.Sampling(options.temperature, options.seed)
+  sampling = trainer.Sampling(options.temperature, options.top_k, options.top_p, options.seed)
   model = trainer.Model.from_run(options.model, options.dtype)
   if options.chat:
     _talk(model, options.tokens, sampling)

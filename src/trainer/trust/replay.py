@@ -30,10 +30,10 @@ _REPLAY_KEYS = (
   "run_name=replay receipt_state_period=1 enable_checkpointing=true checkpoint_period=2000000000 "
   "max_num_checkpoints_to_keep=1000000 checkpoint_keep_best=0 enable_emergency_checkpoint=false "
   "local_checkpoint_period=0 local_checkpoint_directory= eval_steps=0 eval_interval=-1 "
-  "eval_sets= witness_period=0 services= "
+  "eval_sets= target_eval_loss=0 witness_period=0 services= "
   "enable_report=false profiler= sample_prompt= fault_injection="
 ).split()
-_OF_WORLDS = "shares_per_slice=-1 exchange_network= cluster_standin=".split()
+_OF_WORLDS = "shares_per_slice=-1 exchange_network= elastic_slow_factor=0 cluster_standin=".split()
 # How the same numbers are computed, up to the order of sums: a replay may change these keys, and its bits are others.
 _HOW = {"attention", "scan_layers", "remat_policy", "custom_remat", "per_device_batch_size"}
 _HOW |= {"gradient_accumulation_steps", "compile_xla_flags"}

@@ -20,9 +20,11 @@ _LENGTHS = 64  # longer prompts and caches have multiples of it, shorter ones a 
 
 @dataclass(frozen=True)
 class Sampling:
-  """How a token is chosen: temperature 0 is the most likely one."""
+  """How a token is chosen: temperature 0 is the most likely one; top_k=0 and top_p=1 leave out no token."""
 
   temperature: float = 0.7
+  top_k: int = 0
+  top_p: float = 1.0
   seed: int = 0
 
   def __post_init__(self) -> None:
@@ -30,6 +32,11 @@ class Sampling:
       raise ConfigError(
         f"temperature={self.temperature}: must be 0, for the most likely token, or {_LEAST_TEMPERATURE:g} to 100.\n"
         "Choose for example 0.7."
+      )
+    if self.top_k < 0 or not 0 < self.top_p <= 1:
+      raise ConfigError(
+        f"top_k={self.top_k}, top_p={self.top_p}: top_k must be at least 0, and top_p above 0 and at most 1.\n"
+        "Choose top_k=0 and top_p=1 to leave out no token."
       )
     if not -(2**31) <= self.seed < 2**32:  # JAX would drop higher bits in silence
       raise ConfigError(f"seed={self.seed}: must be a whole number of at most 32 bits.\nChoose a smaller one.")
@@ -98,4 +105,19 @@ def _next(
   if sampling.temperature == 0:
     return jnp.argmax(logits_BV, axis=-1).astype(jnp.int32), new
   key = jax.random.fold_in(jax.random.key(sampling.seed), number)
-  return jax.random.categorical(key, logits_BV / sampling.temperature).astype(jnp.int32), new
+  kept = _likely(logits_BV / sampling.temperature, sampling)
+  return jax.random.categorical(key, kept).astype(jnp.int32), new
+
+
+def _likely(logits_BV: jax.Array, sampling: Sampling) -> jax.Array:
+  """Returns the logits, -inf for tokens that top_k or top_p leave out."""
+  if 0 < sampling.top_k < logits_BV.shape[1]:
+    least = jax.lax.top_k(logits_BV, sampling.top_k)[0][:, -1:]
+    logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+  if sampling.top_p < 1:
+    ordered = jnp.sort(logits_BV, axis=-1, descending=True)
+    shares = jax.nn.softmax(ordered)
+    inside = jnp.cumsum(shares, axis=-1) - shares < sampling.top_p  # the most likely token is always inside
+    least = jnp.min(jnp.where(inside, ordered, jnp.inf), axis=-1, keepdims=True)
+    logits_BV = jnp.where(logits_BV < least, -jnp.inf, logits_BV)
+  return logits_BV

@@ -25,6 +25,7 @@ from worlds.membership.messages import OPENED, message, step_of
 from worlds.membership.witness import Witness
 
 _SHORT_WAIT_SECONDS = 10.0  # for members at a start, without a line about it
+_SLOW_STEPS = 60  # after which a slow member may be replaced
 
 
 class Coordinator(Epochs):
@@ -371,9 +372,16 @@ class Coordinator(Epochs):
     return effects + self._world(keeps=False)
 
   def _follow_speeds(self, step: int, seconds: dict[str, float], in_turns: bool) -> Effects:
-    """Tells of members that have become slow, or are no longer slow."""
+    """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
     of_members = {int(member): took for member, took in seconds.items()}
-    return self._tell_slow(self._dealing.computed(step, of_members, in_turns=in_turns))
+    effects = self._tell_slow(self._dealing.computed(step, of_members, in_turns=in_turns))
+    limit, speeds = self._rules.slow_factor, self._dealing.speeds
+    for slow in speeds.slow if limit else ():
+      is_slow = min(slow.factor, speeds.newest_factor(slow.member)) >= limit
+      if is_slow and step - slow.since >= _SLOW_STEPS and self._spare_waits(limit):
+        reason = f"it computes a share in {slow.factor:.2f} times the median since step {slow.since}, and a spare waits"
+        return [*effects, Kill(slow.member, reason, 0.0)]
+    return effects
 
   def _deal_again(self) -> Effects:
     """Moves shares to faster members, if that is worth a new epoch."""

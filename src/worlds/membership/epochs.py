@@ -160,6 +160,11 @@ class Epochs:
     """Ready members that may join now."""
     return self._waiting()[: self._total - len(self.active)]
 
+  def _spare_waits(self, factor: float) -> bool:
+    """Whether a member waits that no free place needs, and that was not slower than the median by `factor`."""
+    spares = self._waiting()[self._total - len(self.active) :]
+    return any(1 / speed < factor for speed in self._dealing.speeds.of(spares).values())
+
   def _release(self, leave: Collection[int]) -> None:
     """These members end: they are not active any more, and do not join again."""
     self.active = self.active - set(leave)

@@ -31,6 +31,8 @@ class RunRules:
   # In a row, each of which ends before 10 new steps: after so many the run ends with code 1. None: no limit. An attempt
   # ends when too few members are left, or when all that computed have been lost, one after the other.
   attempts: int | None = None
+  # A member that is slower than the median by this factor, for long, is replaced if another one waits. 0: never.
+  slow_factor: float = 0.0
   local_steps: int = 1  # of a round, which a member computes without the others
 
   @property

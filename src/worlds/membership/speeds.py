@@ -93,6 +93,10 @@ class Speeds:
     """The members that are slow now, as measured in the last steps."""
     return [slow for member, slow in self._slow.items() if len(self._factors.get(member, ())) == _STEPS]
 
+  def newest_factor(self, member: int) -> float:
+    """The factor of a member in the last steps, also while its speed changes."""
+    return statistics.median(self._factors[member])
+
   def of(self, members: Iterable[int]) -> dict[int, float]:
     """Shares per second of each member, relative to those that are not slow."""
     return {member: 1 / self._slow[member].factor if member in self._slow else 1.0 for member in members}

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from worlds.membership.coordinator import Coordinator
-from worlds.membership.effects import Effect, Effects, Note, Send
+from worlds.membership.effects import Effect, Effects, Kill, Note, Send
 from worlds.membership.messages import slow_line
 from worlds.membership.run_rules import RunRules
 
@@ -15,8 +15,8 @@ from worlds.membership.run_rules import RunRules
 class Steps:
   """Steps of a run of eight members with eight shares each; `factors` are the seconds for a share."""
 
-  def __init__(self, group: int = 8) -> None:
-    self.run = Coordinator(RunRules(8, 1, 8 * group, 1e9), clock=lambda: 0.0)
+  def __init__(self, group: int = 8, slow_factor: float = 0.0) -> None:
+    self.run = Coordinator(RunRules(8, 1, 8 * group, 1e9, slow_factor=slow_factor), clock=lambda: 0.0)
     self.factors = dict.fromkeys(range(9), 1.0)
     self.step = 0
     for member in range(8):
@@ -85,6 +85,23 @@ def test_with_one_share_a_slice_a_slow_member_is_named_and_keeps_its_share():
   assert steps.numbers == [1] * 8 and steps.run.epoch == 2
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_slow_member_is_replaced_if_a_spare_waits(waits):
+  steps = Steps(slow_factor=1.5)
+  if waits:
+    steps.joins(8)
+  steps.factors[3] = 2.0
+  kills = [effect for _ in range(120) for effect in steps.do() if isinstance(effect, Kill)][:1]
+  assert [(kill.member, kill.reason) for kill in kills] == [
+    (3, "it computes a share in 2.00 times the median since step 1, and a spare waits")
+  ] * waits
+  if waits:
+    steps.run.lost(3, kills[0].reason)
+    assert sorted(steps.run.active) == [0, 1, 2, 4, 5, 6, 7, 8]
+    steps.notes(21)  # the round under way keeps its shares; then they are levelled
+    assert steps.numbers == [8] * 8
+
+
 def test_a_commit_says_whether_an_epoch_follows():
   """A member that began to compute before it knows of the epoch would hold up all others."""
   steps = Steps()
@@ -108,3 +125,13 @@ def test_a_round_under_way_keeps_the_shares_that_members_may_have_computed():
   assert all(before[member] <= set(own) for member, own in steps.run._dealing.dealt.items())
   steps.notes(20)
   assert steps.numbers[3] == 4
+
+
+def test_a_member_that_has_just_become_fast_again_is_not_replaced():
+  steps = Steps(slow_factor=1.5)
+  steps.joins(8)
+  steps.factors[3] = 2.0
+  effects = [effect for _ in range(50) for effect in steps.do()]
+  steps.factors[3] = 1.0
+  effects += [effect for _ in range(30) for effect in steps.do()]
+  assert not [effect for effect in effects if isinstance(effect, Kill)]

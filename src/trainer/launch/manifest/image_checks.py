@@ -20,6 +20,7 @@ _DATA_KEYS = {
   "text": ("dataset_path", "eval_dataset_path"),
   "grain": ("grain_train_files", "grain_eval_files"),
   "tfds": ("dataset_path",),
+  "hf": ("dataset_path",),
 }
 _REMOTE_GRAIN = ("parquet", "jsonl")  # values of grain_file_type whose files may have addresses
 _GIB = 2**30

@@ -20,6 +20,8 @@ SMALL = (
   "max_target_length=32 per_device_batch_size=2 enable_report=false enable_checkpointing=false remat_policy=none "
   "jax_cache_dir=compiled dataset_cache_directory=cache eval_steps=0 opt_type=sgd"
 ).split()
+# The walk of the cluster trains on one of two slices, in two micro-batches. So do these keys, with the same program.
+ONE_DEVICE = "num_slices=1 devices_per_slice=1 gradient_accumulation_steps=2".split()
 # Runs all commands, then all tests, in one process: importing JAX takes longer than two steps.
 DRIVER = """
 import json, os, shlex, subprocess, sys, time
@@ -27,6 +29,7 @@ import pytest
 tests, sys.argv[1:] = sys.argv[1:], []
 for command in json.load(open("commands.json")):
   words = shlex.split(command) if "-m trainer" in command else []
+  os.environ.update(word.split("=", 1) for word in words[: words.index("-m") if words else 0] if "=" in word)
   print("$", command, flush=True)
   if ".venv/bin/python -m trainer.tools.document" in command:
     from trainer.tools import document
@@ -79,7 +82,8 @@ def small(command: str) -> str:
   if ".venv/bin/python -m trainer " not in command:
     return command
   named = "base_|head_dim" if "model_name=" in command else "opt_type" if "opt_type=" in command else "-"
-  keys = [word for word in SMALL if not re.match(named, word)]
+  keys = SMALL if "num_slices=" in command else SMALL + ONE_DEVICE
+  keys = [word for word in keys if not re.match(named, word)]
   replaced = {word.partition("=")[0] for word in keys}
   return " ".join([*(word for word in command.split() if word.partition("=")[0] not in replaced), *keys])
 
@@ -90,18 +94,23 @@ def test_the_walks_lead_to_a_program_that_trains(tmp_path):
   copy_of_the_code(tmp_path)
   changed = [path for page in PAGES for _, text in blocks(page) if (path := apply(text, tmp_path))]
   tests = [path for path in changed if path.startswith("tests/")]
-  assert len(PAGES) == len(tests) == 3
+  assert len(PAGES) == len(tests) == 5
   lines = dict.fromkeys(small(command) for page in PAGES for command in commands(page))  # `document` once
-  assert sum("-m trainer " in line for line in lines) == 3
+  assert sum("-m trainer " in line for line in lines) == 5
   (tmp_path / "commands.json").write_text(json.dumps(list(lines)))
   (tmp_path / "driver.py").write_text(DRIVER)
-  environment = os.environ | {"PYTHONPATH": str(tmp_path / "src"), "JAX_PLATFORMS": "cpu"}
+  environment = os.environ | {
+    "PYTHONPATH": str(tmp_path / "src"),
+    "JAX_PLATFORMS": "cpu",
+    "XLA_FLAGS": f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=2",
+  }
   command = [sys.executable, "driver.py", *tests]
   done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=850)
   assert done.returncode == 0, done.stdout + done.stderr
   assert str(tmp_path) in done.stdout
-  assert done.stdout.count("completed step: 2,") == 3
-  assert "geglu-tiny" in done.stdout
+  assert done.stdout.count("completed step: 2,") == 5
+  assert "elastic_manager.good_slice_count=1" in done.stdout
+  assert "geglu-tiny" in done.stdout and "Data: pages.csv" in done.stdout
   first_loss = re.search(r"\$ [^\n]*geglu-tiny.*?completed step: 1, .*?loss: ([\d.]+)", done.stdout, re.DOTALL)
   assert first_loss and float(first_loss[1]) == pytest.approx(8.32, abs=0.1)
   assert "`lion`" not in done.stdout and "lion" in (tmp_path / "docs" / "configuration.md").read_text()

@@ -12,7 +12,7 @@ from trainer.config.keys import all_keys
 from trainer.tools.document import base_yaml, page
 
 REMEDY = "run `python -m trainer.tools.document` and commit the files that it writes"
-BUDGET = 123  # docs/decisions has the reasons for more
+BUDGET = 125  # local steps have three, which nothing else says: how many, and the two numbers of the outer step
 
 
 def test_base_yml_is_current():

@@ -36,7 +36,7 @@ wait; wait
 def main() -> int:
   kind, *arguments = sys.argv[1:]
   if kind == "agents" and os.environ.get("INSIDE") != "1":
-    return subprocess.run([*INSIDE, sys.executable, *sys.orig_argv[1:]], env={**os.environ, "INSIDE": "1"}).returncode
+    os.execvpe(INSIDE[0], [*INSIDE, sys.executable, *sys.orig_argv[1:]], {**os.environ, "INSIDE": "1"})
   with tempfile.TemporaryDirectory(prefix="accept-") as folder, contextlib.ExitStack() as stack:
     token = {"TRAINER_TOKEN": secrets.token_hex(16)}
     around = {"agents": _agents, "ray": _ray, "slurm": _slurm}[kind]

@@ -22,12 +22,15 @@ from typing import Any
 import yaml
 from tests.support.command import ROOT
 
+from trainer.tools.accept.rows import LATE
+
 SECONDS = 600.0
 _SMALL = "base_emb_dim=32 base_num_decoder_layers=1 base_mlp_dim=64 head_dim=8".split()
 
 
-def caught(name: str, sabotage: Mapping[str, Any], folder: Path) -> str:
-  """Plays a sabotaged trainer. Returns "" if its row is the first one that does not hold, else what was seen."""
+def play(name: str, sabotage: Mapping[str, Any], folder: Path) -> tuple[bool, str]:
+  """Plays a sabotaged trainer. Returns whether it is caught, and what was seen. Caught: its row is the first one that
+  does not hold, and not because the time is over, unless the sabotage makes the run wait (`minutes`)."""
   copy, out = folder / "src", folder / "out"
   shutil.copytree(ROOT / "src", copy, ignore=shutil.ignore_patterns("__pycache__"))
   for change in filter(None, (sabotage, sabotage.get("also"))):
@@ -56,10 +59,10 @@ def caught(name: str, sabotage: Mapping[str, Any], folder: Path) -> str:
       accept.terminate()  # then it ends its runs
       accept.wait()
   rows = yaml.safe_load((out / "card.yml").read_text())["rows"] if (out / "card.yml").exists() else []
-  wrong = [row["name"] for row in rows if row["holds"] is False]
-  if code == 1 and wrong and wrong[0].startswith(sabotage["row"]):
-    return ""
-  return f"exit code {code}, rows that do not hold: {wrong}: {(folder / 'log').read_text()[-1000:]}"
+  wrong = [f"{row['name']}: {row['seen']}" for row in rows if row["holds"] is False]
+  if code == 1 and wrong and wrong[0].startswith(sabotage["row"]) and (LATE not in wrong[0] or "minutes" in sabotage):
+    return True, wrong[0]
+  return False, f"exit code {code}, rows that do not hold: {wrong}: {(folder / 'log').read_text()[-1000:]}"
 
 
 def main() -> int:
@@ -72,9 +75,9 @@ def main() -> int:
   for name, sabotage in sabotages.items():
     if any(text in name for text in names):
       with tempfile.TemporaryDirectory(prefix="sabotage-") as folder:
-        seen = caught(name, sabotage, Path(folder))
-      missed += bool(seen)
-      print(f"{name}: {f'NOT CAUGHT: {seen}' if seen else 'caught'}", flush=True)
+        is_caught, seen = play(name, sabotage, Path(folder))
+      missed += not is_caught
+      print(f"{name}: {'caught' if is_caught else 'NOT CAUGHT'}: {seen}", flush=True)
   return int(missed > 0)
 
 

@@ -42,6 +42,7 @@ PARTS = {  # {part: (its share of the time, the part whose run it needs)}
   "replay": (8, "kill"),
   "speed": (5, "undisturbed"),
 }
+LATE = "its share of the time is over. Give a larger --budget, if nothing hangs"
 _MORE = 1.5  # times its share a part may take: most parts need less
 _BATCH, _LENGTH = 12, 128  # B and T of the runs
 _CLOCK_SECONDS = 2.0
@@ -116,7 +117,7 @@ class Acceptance:
 
   def _seconds_left(self) -> float:
     if (left := self._end_of_part - time.monotonic()) <= 0:
-      raise NotSeen("its share of the time is over. Give a larger --budget, if nothing hangs")
+      raise NotSeen(LATE)
     return left
 
   @contextlib.contextmanager
@@ -397,11 +398,13 @@ class Acceptance:
 
   def _tool(self, row: CardRow, tool: str, *arguments: str) -> list[str]:
     """The lines that a tool of the trainer prints. Raises NotSeen unless it ends with 0."""
-    left, variables = self._seconds_left(), {**cluster.inherited_environment(), "TMPDIR": str(self.out)}
+    variables = {**cluster.inherited_environment(), "TMPDIR": str(self.out)}
     row.command = " ".join(command := [sys.executable, "-m", f"trainer.tools.{tool}", *arguments])
-    done = subprocess.run(
-      command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=left, env=variables
-    )
+    null, left = subprocess.DEVNULL, self._seconds_left()
+    try:
+      done = subprocess.run(command, capture_output=True, text=True, stdin=null, timeout=left, env=variables)
+    except subprocess.TimeoutExpired:
+      raise NotSeen(f"{tool}: {LATE}") from None
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line.strip()]
     _expect(done.returncode == 0, f"{tool} ends with {done.returncode}: {' / '.join(lines[-3:])}")
     return lines

@@ -50,6 +50,8 @@ MODULES = {
   "kill": "command",
 }  # other kinds have a module of their name
 
+_TELL_SECONDS = 10.0  # between two lines of what was played so far
+
 
 @dataclasses.dataclass
 class Played:
@@ -68,7 +70,7 @@ Open = Callable[[Path, str, range, Sequence[str]], AbstractContextManager[Play]]
 def run(kind: str, folder: Path, seeds: range, keys: Sequence[str] = (), **options: Any) -> int:
   """Plays the histories, prints what has happened, and returns the exit code. options: of the kind."""
   opened: Open = importlib.import_module(f"end_to_end.histories.{MODULES.get(kind, kind)}").opened
-  counts, began = Counter[str](), time.monotonic()
+  counts, began, told = Counter[str](), time.monotonic(), 0.0
   with opened(folder, kind, seeds, keys, **options) as play:
     for number, seed in enumerate(seeds, 1):
       played = play(seed)
@@ -78,9 +80,10 @@ def run(kind: str, folder: Path, seeds: range, keys: Sequence[str] = (), **optio
         print(played.printed)
         print(f"repeat with: python -m end_to_end.histories {kind} --first {seed} --count 1 {' '.join(keys)}")
         return 1
-      if number % 10 == 0 or number == len(seeds):
+      seconds = time.monotonic() - began
+      if seconds > told + _TELL_SECONDS or number == len(seeds):
+        told = seconds
         found = ", ".join(f"{count:,} {what}" for what, count in sorted(counts.items()))
-        seconds = time.monotonic() - began
         print(f"{number} histories of {kind} in {seconds:.0f} s, all correct: {found}", flush=True)
   return 0
 

@@ -71,7 +71,7 @@ class LocalRounds(ManyWorlds):
       ]
       turned = f", and each later one, in which slices take turns, {times[1]:.2f} times" if times[1] < times[0] else ""
       self._session.log.line(
-        f"{replicas} replicas on {slices} slices: the next round takes up to {times[0]:.2f} times as long as with all "
+        f"{replicas} replicas on {slices} slice{'s' * (slices > 1)}: the next round takes up to {times[0]:.2f} times as long as with all "
         f"slices{turned}."
       )
 

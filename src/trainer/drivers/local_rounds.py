@@ -71,8 +71,8 @@ class LocalRounds(ManyWorlds):
       ]
       turned = f", and each later one, in which slices take turns, {times[1]:.2f} times" if times[1] < times[0] else ""
       self._session.log.line(
-        f"{replicas} replicas on {slices} slice{'s' * (slices > 1)}: the next round takes up to {times[0]:.2f} times as long as with all "
-        f"slices{turned}."
+        f"{replicas} replicas on {slices} slice{'s' * (slices > 1)}: the next round takes up to {times[0]:.2f} times "
+        f"as long as with all slices{turned}."
       )
 
   def step(self, state: TrainState, n: int) -> tuple[TrainState, Metrics]:

@@ -18,10 +18,9 @@ KEYS = [*TINY.split(), "local_steps=4", "outer_learning_rate=0.7", "outer_moment
 MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16", "routed_bias_update_rate=0.01")
 
 
-@pytest.mark.parametrize("more", [(), MOE], ids=["dense", "experts"])
-def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, monkeypatch, more):
+def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, monkeypatch):
   """Nine steps are two rounds of four steps and one of one step."""
-  runs = Runs(tmp_path, [*KEYS, *more])
+  runs = Runs(tmp_path, [*KEYS, *MOE])
   _, _, _, data = runs.of(2, 1)
   step, found, numbers = LocalRounds.step, {}, []
 

@@ -54,14 +54,14 @@ def test_faults_in_rounds_and_a_restart_cost_no_bit_and_no_line(server, tmp_path
   assert verify.main([str(run.directory)]) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # tests/drivers/test_local_rounds.py has turns with members that are threads
 def test_slices_compute_the_replica_of_an_absent_slice_in_turns(server, tmp_path):
   """Two slices have three replicas: each computes half of the third one, so both compute equally long."""
   keys = ["steps=90", "local_steps=10", "checkpoint_period=90", f"jax_cache_dir={tmp_path / 'compiled'}"]
   undisturbed = OneWorker(tmp_path / "undisturbed", [*keys, "num_slices=3"], server=server)
   with undisturbed.launched() as worker:
     assert undisturbed.wait(worker) == 0, undisturbed.tail()
-  faults = "fault_injection=slice_down@12:2, slice_up@32:2"
+  faults = "fault_injection=slice_down@12:2/inf, slice_up@32:2"
   run = ProcessRun(tmp_path / "run", [*keys, faults], slices=3, environment=SLOW, server=server)
   with run.launched() as supervisor:
     assert run.wait(supervisor) == 0, run.tail()

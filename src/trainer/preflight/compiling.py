@@ -89,14 +89,16 @@ def _chip(slices: Slices) -> Chip | None:
 
 
 def _choose_remat(config: Config, slices_of: Callable[[int], Slices], total: int) -> Config:
-  """Returns `config` with the policy that a run would choose. Prints all candidates.
+  """Returns `config` with the policy that a run would choose. Prints all candidates, and keeps the choice for the run.
 
   A run in a folder with a config.yml keeps its own policy, which may be another one.
   """
   from trainer.preflight import findings, remat_choice
 
   needed = [total, total - 1] if remat_choice.needs_fewer(config, total) else [total]
-  choice, candidates = remat_choice.choose(config, [slices_of(alive) for alive in needed])
+  slice_sets = [slices_of(alive) for alive in needed]
+  choice, candidates = remat_choice.choose(config, slice_sets)
+  remat_choice.keep(config, slice_sets, choice)
   print("\n".join(findings.remat_lines(choice, candidates)), flush=True)
   return choice.applied(config)
 

@@ -7,7 +7,11 @@ because policies compute the same function with different rounding.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,6 +25,7 @@ from trainer.cluster import Cluster
 from trainer.config import config_files
 from trainer.config.errors import ConfigError
 from trainer.config.schema import Config, RematPolicy
+from trainer.observe import environment, files
 from trainer.parallel import memory
 from trainer.preflight import analysis
 from trainer.preflight.analysis import Analysis, Refused
@@ -81,8 +86,8 @@ class Choice(NamedTuple):
 def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> tuple[Config, str]:
   """Returns `config` with the policy of the run instead of auto, and a line for the log.
 
-  A run that has been started before keeps the policy of its config.yml. Otherwise the step is compiled with several
-  policies, which `notify` announces. All processes of the run call this and get the same.
+  A run that has been started before keeps the policy of its config.yml. Otherwise the choice comes from the cache in
+  jax_cache_dir, or from compiling, which `notify` announces. All processes of the run call this and get the same.
 
   Raises ConfigError for sizes that do not fit the devices, or a config.yml that cannot be read.
   """
@@ -93,7 +98,7 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
   known, failed = None, ""
   if cluster.world.is_primary:
     try:
-      known = _of_run(config.run_directory)
+      known = _of_run(config.run_directory) or _cached(config, slice_sets)
     except ConfigError as error:
       failed = str(error)
   known, failed = world_lib.from_primary(cluster.world, [known, failed])
@@ -102,6 +107,8 @@ def resolve(config: Config, cluster: Cluster, notify: Callable[[str], None]) -> 
   if known is None:
     notify("remat_policy=auto: compiling the step with several policies. For a large model this takes minutes.")
     known = world_lib.from_primary(cluster.world, choose(config, slice_sets)[0])
+    if cluster.world.is_primary:
+      keep(config, slice_sets, Choice(*known))
   choice = Choice(RematPolicy(known[0]), known[1])
   return choice.applied(config), str(choice)
 
@@ -203,3 +210,40 @@ def _of_run(run_directory: str) -> Choice | None:
   if policy not in CANDIDATES:
     return None
   return Choice(RematPolicy(policy), f"as at an earlier start of this run ({path})")
+
+
+def _cached(config: Config, slice_sets: SliceSets) -> Choice | None:
+  """Returns the choice that `keep` has written for the same facts; None if there is none, or it cannot be read."""
+  if not config.run.jax_cache_dir:
+    return None
+  path = places.at(config.run.jax_cache_dir) / _entry(config, slice_sets)
+  try:
+    policy, reason = json.loads(path.read_text())
+    return Choice(RematPolicy(policy), f"{reason} (cached in {path})")
+  except (OSError, ValueError, TypeError):
+    return None
+
+
+def keep(config: Config, slice_sets: SliceSets, choice: Choice) -> None:
+  """Writes the choice into jax_cache_dir, if there is one.
+
+  The run continues without the file if it cannot be written: the disk may be full, or another run may write it now.
+  """
+  if config.run.jax_cache_dir:
+    folder = os.path.expanduser(config.run.jax_cache_dir)
+    with contextlib.suppress(OSError):
+      files.write_text(folder, _entry(config, slice_sets), json.dumps(choice))
+
+
+def _entry(config: Config, slice_sets: SliceSets) -> str:
+  """Returns the file name of a choice: a hash of all facts that it depends on.
+
+  Of the keys, numbers of type float are left out: they are constants in the step and change neither memory nor time.
+  """
+  sections = (config.model, config.optimizer, config.parallelism)
+  keys = {name: value for section in sections for name, value in section if not isinstance(value, float)}
+  batch = config.data.per_device_batch_size, config.data.max_target_length, config.elastic.shares_per_slice
+  devices = [(device.device_kind, getattr(device, "coords", None)) for device in slice_sets[0][0]]
+  compiler = config.run.compile_xla_flags, environment.versions()
+  facts = [keys, batch, [len(slices) for slices in slice_sets], devices, limit(slice_sets[0]), compiler]
+  return f"remat_policy-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]}.json"

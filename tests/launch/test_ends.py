@@ -84,7 +84,7 @@ def test_a_second_launch_is_refused_and_ctrl_c_ends_the_first(compiled, server, 
   assert "the run continues from" not in first.printed
 
 
-@pytest.mark.slow
+@pytest.mark.soak  # end_to_end.histories processes has SIGTERM in evaluations
 def test_sigterm_in_an_evaluation_lets_one_member_leave_and_ends_the_run(compiled, server, tmp_path):
   """The evaluation would take hours. The next launch does it, once, also if a member leaves meanwhile."""
   keys = [compiled, "steps=4", "checkpoint_period=1000", "eval_interval=2"]

@@ -18,7 +18,7 @@ def test_a_history_loses_nothing(harness, undisturbed_run, seed):
   assert elastic.check(history, undisturbed_run, fixed_mesh) == [], faults
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_a_history_of_a_model_with_experts_loses_nothing(harness):
   keys = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "load_balance_loss_weight=0.1")

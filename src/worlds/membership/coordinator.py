@@ -351,17 +351,17 @@ class Coordinator(Epochs):
     stop = step is not None and (self.stopping or alone)
     leave = sorted(self._leaving) if step is not None and staying and not stop else []
     epoch, active, primary = self.epoch, sorted(self.active), self.primary
-    in_turns, self._committed_epoch = self._committed_epoch == epoch, epoch
-    follows = [] if stop else self._change_after(step, seconds, leave, in_turns)
+    follows = [] if stop else self._change_after(step, seconds, leave)
+    self._committed_epoch = epoch
     committed = message(
       "commit", epoch=epoch, round=round_name, stop=stop, leave=leave, changes=self.epoch > epoch, seconds={}
     )
     recorded = committed | {"seconds": seconds}  # the primary writes the records
     return [*(Send(member, recorded if member == primary else committed) for member in active), *follows]
 
-  def _change_after(self, step: int | None, seconds: dict[str, float], leave: list[int], in_turns: bool) -> Effects:
-    """What follows a commit: slow members are named, some leave, others join, shares move. in_turns: see Dealing."""
-    effects = [] if step is None else self._follow_speeds(step, seconds, in_turns)
+  def _change_after(self, step: int | None, seconds: dict[str, float], leave: list[int]) -> Effects:
+    """What follows a commit: slow members are named, some leave, others join, and shares move."""
+    effects = [] if step is None else self._follow_speeds(step, seconds)
     joins = self.clock() - self._changed_at >= self._rules.join_interval or bool(self._leaving)
     joiners = self._joiners() if joins else []
     if not leave and not joiners:
@@ -371,9 +371,10 @@ class Coordinator(Epochs):
     self.active |= set(joiners)
     return effects + self._world(keeps=False)
 
-  def _follow_speeds(self, step: int, seconds: dict[str, float], in_turns: bool) -> Effects:
+  def _follow_speeds(self, step: int, seconds: dict[str, float]) -> Effects:
     """Tells of members that have become slow, or are no longer slow, and ends one that is too slow if another waits."""
     of_members = {int(member): took for member, took in seconds.items()}
+    in_turns = self._committed_epoch == self.epoch  # of the commit before this one
     effects = self._tell_slow(self._dealing.computed(step, of_members, in_turns=in_turns))
     limit, speeds = self._rules.slow_factor, self._dealing.speeds
     for slow in speeds.slow if limit else ():

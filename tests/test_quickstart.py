@@ -46,6 +46,7 @@ def folder(tmp_path_factory) -> pathlib.Path:
 def run(folder) -> tuple[pathlib.Path, str]:
   """The small quickstart as a user starts it: its run directory and what it printed."""
   environment = os.environ | {"PYTHONPATH": str(pathlib.Path(trainer.__file__).parents[1]), "JAX_PLATFORMS": "cpu"}
+  environment.pop("XLA_FLAGS", None)  # compile as for a user
   command = [sys.executable, "-m", "trainer", *command_line(folder, "one")]
   done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=500)
   assert done.returncode == 0, done.stdout + done.stderr

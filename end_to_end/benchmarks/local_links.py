@@ -6,11 +6,11 @@
 --absent: eight slices on this machine take rounds of 32 steps of 0.1 s, and one of them is away after the first round.
 The replica of the absent slice is computed by one slice in the next round, and then in turns.
 
-Else each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the right to make
-namespaces. A model of 0.3 million parameters trains on Python's standard library: rounds of 32 local steps at every
-rate, then, at the last rate, synchronous steps and rounds with grad_reduce_dtype=bfloat16. Bytes for a token are
-counted as the records of the run have them (only with local steps), and by the card of the first host, with the headers
-of TCP and the traffic of the supervisor. Exits with 1 if losses or final states differ between rates.
+Without --absent, each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the
+right to make namespaces. A model of 0.3 million parameters trains on Python's standard library: rounds of 32 local
+steps at every rate, then, at the last rate, synchronous steps and rounds with grad_reduce_dtype=bfloat16. Bytes for a
+token are counted as the records of the run have them (only with local steps), and by the card of the first host, with
+the headers of TCP and the traffic of the supervisor. Exits with 1 if losses or final states differ between rates.
 """
 
 from __future__ import annotations
@@ -97,10 +97,10 @@ def measure(folder: Path, rates: Sequence[str], steps: int) -> int:
 
 def absent(folder: Path) -> int:
   """Prints the time of each round. Returns whether the run failed."""
-  keys = [f"local_steps={H}", f"steps={8 * H}", f"checkpoint_period={8 * H}", f"fault_injection=slice_down@{H + 8}:5"]
-  keys += [f"slice_up@{6 * H}:5"]
+  faults = f"fault_injection=slice_down@{H + 8}:5/inf, slice_up@{6 * H}:5"
+  keys = [f"local_steps={H}", f"steps={8 * H}", f"checkpoint_period={8 * H}", faults]
   with contextlib.closing(StandaloneServer()) as server:
-    run = ProcessRun(folder, [*keys[:-2], ", ".join(keys[-2:])], slices=8, environment=SLOW, server=server)
+    run = ProcessRun(folder, keys, slices=8, environment=SLOW, server=server)
     with run.launched() as supervisor:
       code = run.wait(supervisor, 600)
   print("| slices | time of the round | computation of a slice | sent by the first slice |\n|---|---|---|---|")

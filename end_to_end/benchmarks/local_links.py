@@ -2,11 +2,13 @@
 
   python -m end_to_end.benchmarks.local_links [--rates 20mbit,200mbit] [--steps 64]
   python -m end_to_end.benchmarks.local_links --absent
+  python -m end_to_end.benchmarks.local_links --slow
 
 --absent: eight slices on this machine take rounds of 32 steps of 0.1 s, and one of them is away after the first round.
-The replica of the absent slice is computed by one slice in the next round, and then in turns.
+The replica of the absent slice is computed by one slice in the next round, and then in turns. --slow: one of the slices
+needs 0.2 s for a step. It is named after 16 rounds, and then the others take most steps of its replica.
 
-Without --absent, each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the
+Otherwise, each host is a network namespace whose card sends at the rate. This needs Linux, iproute2 and the
 right to make namespaces. A model of 0.3 million parameters trains on Python's standard library: rounds of 32 local
 steps at every rate, then, at the last rate, synchronous steps and rounds with grad_reduce_dtype=bfloat16. Bytes for a
 token are counted as the records of the run have them (only with local steps), and by the card of the first host, with
@@ -28,7 +30,7 @@ from pathlib import Path
 from end_to_end.network import FAR, INSIDE, NEAR, SUPERVISOR, Network, hosts
 from tests.support.agent_runs import AgentRun
 from tests.support.command import differences
-from tests.support.forked_runs import SLOW, StandaloneServer
+from tests.support.forked_runs import SLOW, SLOWED, StandaloneServer
 from tests.support.process_runs import ProcessRun
 
 _INSIDE = "--inside"
@@ -95,12 +97,13 @@ def measure(folder: Path, rates: Sequence[str], steps: int) -> int:
   return len(wrong)
 
 
-def absent(folder: Path) -> int:
-  """Prints the time of each round. Returns whether the run failed."""
-  faults = f"fault_injection=slice_down@{H + 8}:5/inf, slice_up@{6 * H}:5"
-  keys = [f"local_steps={H}", f"steps={8 * H}", f"checkpoint_period={8 * H}", faults]
+def uneven(folder: Path, *, is_slow: bool) -> int:
+  """Prints the time of each round of slices of which one is away or slow. Returns whether the run failed."""
+  rounds, environment = (22, SLOW | {SLOWED: "5:0.2"}) if is_slow else (8, SLOW)
+  faults = [] if is_slow else [f"fault_injection=slice_down@{H + 8}:5/inf, slice_up@{6 * H}:5"]
+  keys = [f"local_steps={H}", f"steps={rounds * H}", f"checkpoint_period={rounds * H}", *faults]
   with contextlib.closing(StandaloneServer()) as server:
-    run = ProcessRun(folder, keys, slices=8, environment=SLOW, server=server)
+    run = ProcessRun(folder, keys, slices=8, environment=environment, server=server)
     with run.launched() as supervisor:
       code = run.wait(supervisor, 600)
   print("| slices | time of the round | computation of a slice | sent by the first slice |\n|---|---|---|---|")
@@ -117,11 +120,12 @@ def main() -> None:
   parser.add_argument("--rates", default="20mbit,200mbit")
   parser.add_argument("--steps", type=int, default=64)
   parser.add_argument("--absent", action="store_true")
+  parser.add_argument("--slow", action="store_true")
   parser.add_argument(_INSIDE, action="store_true", help=argparse.SUPPRESS)
   args = parser.parse_args()
-  if args.absent:
-    with tempfile.TemporaryDirectory(prefix="local-absent-") as folder:
-      sys.exit(absent(Path(folder)))
+  if args.absent or args.slow:
+    with tempfile.TemporaryDirectory(prefix="local-uneven-") as folder:
+      sys.exit(uneven(Path(folder), is_slow=args.slow))
   if not args.inside:
     command = [*INSIDE, sys.executable, "-m", __spec__.name, _INSIDE, *sys.argv[1:]]
     sys.exit(subprocess.run(command, check=False).returncode)

@@ -55,6 +55,7 @@ class Peers:
     self.epoch = self.committed_epoch = 0  # the present one, and the epoch of the last commit
     self.members: tuple[int, ...] = ()  # that compute in this epoch
     self.dealt: dict[int, tuple[int, ...]] = {}  # {member: its shares}
+    self.slow_steps: dict[int, int] = {}  # see dealing.turns
     self.fresh: tuple[int, ...] = ()  # members that have no state yet
     self.source = -1  # the member that sends them the state
     self.primary = -1
@@ -156,6 +157,7 @@ class Peers:
     if not holds:
       self.addresses = self.of_this_lane(self._lanes)
       self.dealt = {int(member): from_ranges(ranges) for member, ranges in self._ranges.items()}
+      self.slow_steps = {int(member): steps for member, steps in received["slow_steps"].items()}
       self.fresh, self.source = tuple(received["fresh"]), int(received["source"])
     self._connected, self._holds, self._changes = False, holds, False
     self.set_primary(int(received["primary"]))  # first: the primary records the change

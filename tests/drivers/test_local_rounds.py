@@ -13,9 +13,15 @@ from tests.support.elastic_harness import TINY
 from input_pipeline.tally import Tally
 from trainer.drivers.local_rounds import LocalRounds, _means, _weighted
 from trainer.program.step import METRICS
+from worlds.membership.speeds import Speeds
 
 KEYS = [*TINY.split(), "local_steps=4", "outer_learning_rate=0.7", "outer_momentum=0.9"]
 MOE = ("num_experts=2", "num_experts_per_tok=1", "base_moe_mlp_dim=16", "routed_bias_update_rate=0.01")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+  return Runs(tmp_path_factory.mktemp("runs"), KEYS)
 
 
 def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, monkeypatch):
@@ -41,10 +47,9 @@ def test_each_row_is_used_once_and_all_members_have_the_same_state(tmp_path, mon
   assert all(of_round["replica_distance"] > 0 < of_round["bytes_sent"] for _, of_round in numbers)
 
 
-def test_two_members_compute_three_replicas_in_turns_with_the_bits_of_three(tmp_path, monkeypatch):
+def test_two_members_compute_three_replicas_in_turns_with_the_bits_of_three(runs, monkeypatch):
   """Each takes half of the steps of the third replica: after the first round, because the round before tells all
   members that they have the same dealing. The second time, the connection ends when a part of a replica is sent."""
-  runs = Runs(tmp_path, KEYS)
   right = runs.right(3, 1)
   send, sent = LocalRounds._send_replica, []
 
@@ -62,6 +67,21 @@ def test_two_members_compute_three_replicas_in_turns_with_the_bits_of_three(tmp_
     assert [(state == right).all() for state in played.states()] == [True, True]
     assert any("A connection between members has ended" in line for line in played.log) == breaks, played.log
   assert sent == [(4, 2)] * 2, "the first round has no turns, and the round of one step has nothing to divide"
+
+
+def test_a_slow_member_takes_the_last_steps_of_its_replica_with_the_same_bits(runs, monkeypatch):
+  right = runs.right(3, 1)
+  advanced, taken = LocalRounds._advanced, []
+
+  def advance(driver, replica, share, end):
+    taken.append((driver._peers.member, share, driver._step + len(replica.rows), end))
+    return advanced(driver, replica, share, end)
+
+  monkeypatch.setattr(LocalRounds, "_advanced", advance)
+  monkeypatch.setattr(Speeds, "of", lambda _, members: {member: 0.4 if member == 0 else 1.0 for member in members})
+  assert [(state == right).all() for state in runs.play(3, 1).states()] == [True] * 3
+  of_slow = sorted(one for one in taken if one[0] == 0 or one[1] == 0)
+  assert of_slow == [(0, 0, 0, 4), (0, 0, 7, 8), (0, 0, 8, 9), (1, 0, 4, 7)]
 
 
 def test_metrics_are_means_over_tokens_and_a_skip_of_one_replica_counts():

@@ -8,7 +8,7 @@ import statistics
 
 import pytest
 from tests.support.command import Run, differences
-from tests.support.forked_runs import SLOW
+from tests.support.forked_runs import SLOW, SLOWED
 from tests.support.process_runs import ProcessRun
 from tests.support.torchrun_runs import OneWorker
 
@@ -74,6 +74,23 @@ def test_slices_compute_the_replica_of_an_absent_slice_in_turns(server, tmp_path
   unequal = [max(seconds) / min(seconds) for seconds in of_two if len(seconds) == 2]
   assert statistics.median(unequal[1:]) < 1.5, unequal
   assert differences(run, undisturbed, 90) == []
+  assert verify.main([str(run.directory)]) == 0
+
+
+@pytest.mark.soak
+def test_faster_slices_take_the_first_steps_of_a_slow_one(server, tmp_path):
+  keys = ["steps=210", "local_steps=10", "checkpoint_period=210", f"jax_cache_dir={tmp_path / 'compiled'}"]
+  undisturbed = OneWorker(tmp_path / "undisturbed", keys, slices=4, server=server)
+  with undisturbed.launched() as worker:
+    assert undisturbed.wait(worker) == 0, undisturbed.tail()
+  run = ProcessRun(tmp_path / "run", keys, slices=4, environment=SLOW | {SLOWED: "2:0.3"}, server=server)
+  with run.launched() as supervisor:
+    assert run.wait(supervisor) == 0, run.tail()
+  (named,) = run.events("member_slow")
+  assert named["member"] == 2 and named["steps"] in (1, 2) and "faster slices take the others" in run.printed
+  seconds = [line["seconds"] for line in run.records("metrics") if line.get("replica_distance")]
+  assert statistics.median(seconds[-3:]) < 0.75 * statistics.median(seconds[:15]), seconds
+  assert differences(run, undisturbed, 210) == []
   assert verify.main([str(run.directory)]) == 0
 
 

@@ -77,7 +77,7 @@ def test_a_run_that_writes_nothing_any_more_is_late(tmp_path):
   run.events.emit("member_failing", member=2, **failing)
   text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and "; Member 2 (host b) has failed 5 times without 10 steps of its own: next start in 80 s" in text
-  run.events.emit("member_slow", member=1, factor=1.41, since=120, shares=5, of=8)
+  run.events.emit("member_slow", member=1, factor=1.41, since=120, shares=5, of=8, steps=0)
   text, late = live._notice(history.load(str(tmp_path / "a")), run.wall + run.now + 1)
   assert late and "; Slice 1 computes a share in 1.41 times the median since step 120. It has 5 of 8 shares" in text
   saves = {"tier": "persistent", "reason": "full", "newest": 3, "newest_seconds": 60.0}

@@ -3,7 +3,7 @@
 A replica is a share: the slice that has it computes its steps of the round from the state that all slices have, and the
 exchange sums what the replicas add. So a replica has the same bits whichever slice computes it, and a lost slice costs
 the others its replicas of one round. The state of the round stays on the host until the round is committed, so the
-devices hold one state. With fewer slices than replicas, slices take turns (`dealing.turns`): a slice takes the first
+devices hold one state. If a slice is lost or slow, slices take turns (`dealing.turns`): a slice takes the first
 steps of a replica, and sends it to the slice that takes the others.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import time
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -58,6 +59,7 @@ class LocalRounds(ManyWorlds):
     self._small_sizes = [math.prod(leaf.shape) for leaf in compiled.small]
     self._ahead: dict[int, dict[Share, tuple[Batch, Tally]]] = {}  # batches of this round that are read and not used
     self._begun = self._step  # the last step that has begun on this process
+    self._busy = 0.0  # seconds of this round in which this process has taken steps
     self._receiver = ThreadPoolExecutor(1, "replica from another slice")
     self._threads.callback(self._receiver.shutdown, wait=False)  # it ends with the exchange
 
@@ -79,7 +81,7 @@ class LocalRounds(ManyWorlds):
     """The state after the round that ends with step n, and the metrics of its steps, [steps, metrics]."""
     count, compiled, averages = n - self._step, self._compiled, self._compiled.averages
     weights, skipped = self._checksum(state.params), int(state.skipped)
-    held, self._ahead, self.data_wait_seconds = _moved(state, HOST), {}, 0.0
+    held, self._ahead, self.data_wait_seconds, self._busy = _moved(state, HOST), {}, 0.0, 0.0
     self._state = held
     for leaf in jax.tree.leaves(state):
       leaf.delete()
@@ -93,14 +95,14 @@ class LocalRounds(ManyWorlds):
       arrived = self._arrived(held, begun.pop(share)) if share in begun else None
       replica = self._advanced(arrived or _Replica(_moved(_inner(held))), share, n)
       (squares, small), parts = compiled.sums(_moved(averages.kept(held)), replica.state)
-      numbers = _weighted(np.stack(jax.device_get(replica.rows)), is_first=share == 0)
+      numbers = _weighted(np.stack(replica.rows), is_first=share == 0)
       return Contribution((numbers, *replica.tallies, squares, *small), parts)
 
     settled = functools.partial(self._settled, functools.partial(int, weights))
     name, sent = f"step {n}", self._peers.exchange.sent_bytes
     try:
       with self._interruptible(name):
-        scalars, self.slice_seconds = self._rounds.agree(name, settled, compute, self._total)
+        scalars, self.slice_seconds = self._rounds.agree(name, settled, compute, self._total, busy=lambda: self._busy)
     except (StopRequested, SupervisorLost) as error:
       traceback.clear_frames(error.__traceback__)  # frees the replicas: the devices may not hold them and the state
       self._state = _moved(held)
@@ -128,12 +130,13 @@ class LocalRounds(ManyWorlds):
 
   def _advanced(self, replica: _Replica, share: Share, end: int) -> _Replica:
     """The replica after its steps up to `end`."""
+    began = time.monotonic()
     state, rows, tallies = replica.state, [*replica.rows], [*replica.tallies]
     for index in range(self._step + len(rows), end):
       self._stop_if_interrupted()
       batch, tally = self._batch(index, share)
-      if index == self._begun:
-        self._begun += 1
+      if index >= self._begun:
+        self._begun = index + 1
         self._session.elastic.begin_step(index + 1)
         self._session.progress.under_way(index)
       state, metrics = self._compiled.step(state, (batch,), self._schedule_values)
@@ -141,6 +144,8 @@ class LocalRounds(ManyWorlds):
       tallies.append(self._train.over_processes(tally.numbers))
       jax.block_until_ready(rows[-2:-1])  # so that few batches need memory at a time
       self._session.watchdog.part_done()
+    rows = jax.device_get(rows)  # waits for the steps
+    self._busy += time.monotonic() - began
     return _Replica(state, rows, tallies)
 
   # ---- replicas that two slices compute in turns ----
@@ -165,10 +170,11 @@ class LocalRounds(ManyWorlds):
   def _turns(self, steps: int) -> list[Turn]:
     """The turns of a round of so many steps, the same on all members: all know whether a round was committed with this
     dealing. In the first round after a change there are none, because a member may learn of it in the round."""
-    return turns(self._peers.dealt, steps) if self._peers.committed_epoch == self._peers.epoch else []
+    peers = self._peers
+    return turns(peers.dealt, steps, peers.slow_steps) if peers.committed_epoch == peers.epoch else []
 
   def _send_replica(self, replica: _Replica, turn: Turn) -> None:
-    rows, tallies = np.stack(jax.device_get(replica.rows)), np.stack(replica.tallies)
+    rows, tallies = np.stack(replica.rows), np.stack(replica.tallies)
     header = {"share": turn.share, "step": self._step + turn.steps, "rows": rows.shape}
     arrays = [*state_transfer.local_parts(replica.state), rows, tallies]
     with self._session.watchdog.during("replica for another slice"):

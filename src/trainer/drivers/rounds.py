@@ -101,11 +101,13 @@ class Rounds:
     total: np.ndarray | None,
     compared: Compared | None = None,
     waited: float = 0.0,
+    busy: Callable[[], float] | None = None,
   ) -> tuple[np.ndarray, dict[str, float]]:
     """(sums of the scalars over all shares, the members' seconds) once the round is committed; fills `total`. Calls
     compute(share) once for each share of this member. checksum(): of this member's weights. The round is committed only
     if all members have the same checksum. compared: computes in the place of `compute`. waited: seconds for the data of
-    the round, which count as its computation. Raises StopRequested if the round is interrupted."""
+    the round, which count as its computation. busy(): the seconds that this member has computed in the round, if it
+    also waits between its shares. Raises StopRequested if the round is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), waited
     while True:
       peers.connect(self._send_state, self._receive_state)
@@ -120,7 +122,8 @@ class Rounds:
       grads = {share: of_share.grads for share, of_share in held.items() if of_share.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
       # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
-      report = self._reports.submit(self._report, round_name, peers.epoch, list(grads.values()), began - seconds)
+      computed = busy or functools.partial(_since, began - seconds)
+      report = self._reports.submit(self._report, round_name, peers.epoch, list(grads.values()), computed)
       try:
         if total is not None:
           peers.exchange.reduce(
@@ -168,14 +171,18 @@ class Rounds:
     # The device's memory is free after the copy.
     return _Sum(stop, scalars, self.layout.to_host(total) if total else None)
 
-  def _report(self, round_name: str, epoch: int, grads: list[HostCopy], began: float) -> float:
-    """Tells the supervisor when `grads` are computed, and returns the seconds since `began`."""
+  def _report(self, round_name: str, epoch: int, grads: list[HostCopy], busy: Callable[[], float]) -> float:
+    """Tells the supervisor when `grads` are computed, and returns busy() of this moment."""
     for one in grads:
       one.wait()
-    seconds = time.monotonic() - began
+    seconds = busy()
     self._peers.membership.send("computed", epoch=epoch, round=round_name, seconds=seconds)
     return seconds
 
   def close(self) -> None:
     """Ends the thread that reports computations."""
     self._reports.shutdown()
+
+
+def _since(began: float) -> float:
+  return time.monotonic() - began

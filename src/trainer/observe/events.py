@@ -46,7 +46,8 @@ Faults and recovery
   member_failing member, host, error, times (in a row without progress of its own), pause_seconds (until it starts
                  again): the others go on, or wait
   member_slow    member, factor (its seconds for a share by the median of all; 1: no longer slow), since (step), shares
-                 (that it has now), of (the shares of a slice)
+                 (that it has now), of (the shares of a slice), steps (of its replica, that it takes in a round of
+                 local steps; 0: all)
   witness        outcome ("removed", "transient", "undecided"), round, members (whose sums of a share were not the
                  others'), where (dict: host and devices of each), agreed (dict: the last round without a difference),
                  arrays (dict: how many bits differ, at least)

@@ -228,7 +228,7 @@ def _is_event(record: dict[str, Any]) -> bool:
   if record.get("kind") == "member_failing":
     fine = isinstance(record.get("host"), str) and _are_finite(record, ("member", "times", "pause_seconds"))
   elif record.get("kind") == "member_slow":
-    fine = _are_finite(record, ("member", "factor", "since", "shares", "of"))
+    fine = _are_finite(record, ("member", "factor", "since", "shares", "of", "steps"))
   elif record.get("kind") == "witness":
     dicts = all(isinstance(record.get(name), dict) for name in ("where", "agreed", "arrays"))
     fine = dicts and all(isinstance(record.get(name), str) for name in ("outcome", "round"))

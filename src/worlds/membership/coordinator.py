@@ -389,7 +389,7 @@ class Coordinator(Epochs):
     if not self._dealing.better():
       return []
     self._dealing.speeds.dealt()
-    return [Note("Shares move between members, because their speeds have changed."), *self._world(keeps=False)]
+    return [Note("Work moves between members, because their speeds have changed."), *self._world(keeps=False)]
 
   def _too_few(self) -> str:
     ready = sum(found.ready for found in self._members.values())

@@ -213,7 +213,8 @@ class Epochs:
     check = self.witness.check(self.epoch)
     before = to_all(self.active, check) if check else []
     moved = [] if keeps else self._tell_slow(self._dealing.moved())
-    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source), *moved]
+    slow = {str(member): steps for member, steps in self._dealing.slow_steps.items()}
+    return [*before, *self._tell("world", lost=lost, fresh=fresh, source=self._source, slow_steps=slow), *moved]
 
   def _tell(self, kind: str, **fields: Any) -> Effects:
     """Sends the epoch to the active members: what changes to those that got the last one, and everything to others."""

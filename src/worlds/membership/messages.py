@@ -65,8 +65,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # without the members `gone`, and with `members` {id: address of each lane} that are new or have other addresses.
   # ranges: of those that compute other shares than before, {id: [[first share, end], ...]}. fresh: members without a
   # state; `source` sends it to them. lost: {id: [reason, seconds since the loss]}: no two hosts have the same clock.
-  # attempt: see RunRules.attempts.
-  "world": {**_WORLD, "fresh": list, "source": int},
+  # attempt: see RunRules.attempts. slow_steps: {id: steps}, see dealing.turns.
+  "world": {**_WORLD, "fresh": list, "source": int, "slow_steps": dict},
   # Before the `world` of the same epoch, sent only when the draw of the witness is overridden. asked: who computes the
   # share of the witness; []: as drawn. since: sums of epochs before this one are computed again.
   "check": {"epoch": int, "asked": list, "since": int},
@@ -95,8 +95,8 @@ FROM_SUPERVISOR: Mapping[str, FieldTypes] = {
   # The member has ended so many times in a row without progress of its own, and starts again after so many seconds.
   "failing": {"member": int, "host": str, "error": str, "times": int, "pause_seconds": _NUMBER},
   # The member needs so many times the median of all members for a share, since this step. 1: not any more. It has so
-  # many of the shares of a slice.
-  "slow": {"member": int, "factor": _NUMBER, "since": int, "shares": int, "of": int},
+  # many of the shares of a slice. steps: how many steps of its replica it takes in a round; 0: all.
+  "slow": {"member": int, "factor": _NUMBER, "since": int, "shares": int, "of": int, "steps": int},
   # SIGTERM came in an interruptible round, which ends here without a result. leave: only for this member, which ends;
   # the others repeat the exchange without it. Otherwise the run ends with the state that all members have.
   "interrupt": {"epoch": int, "leave": bool},
@@ -144,7 +144,9 @@ def check(received: Message, kinds: Mapping[str, FieldTypes]) -> None:
 def slow_line(slow: Mapping[str, Any]) -> str:
   """The message `slow`, or its record in events.jsonl, in words."""
   has = f"It has {slow['shares']} of {slow['of']} shares"
-  if slow["of"] == 1:
+  if slow["steps"]:
+    has = f"It takes the last {slow['steps']} steps of its replica in each round, and faster slices take the others"
+  elif slow["of"] == 1:
     has = "It keeps its share; with a larger shares_per_slice, faster slices take a part of its work"
   if slow["factor"] == 1:
     return f"Slice {slow['member']} is as fast as the others again, from step {slow['since']} on. {has}."

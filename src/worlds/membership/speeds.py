@@ -7,11 +7,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_STEPS = 16  # whose seconds tell a member's speed: a slow one is named after so many
+_STEPS = 16  # whose seconds tell a member's speed, or rounds of local steps: a slow one is named after so many
 _SLOW, _USUAL = 1.2, 1.1  # times the median: a member is slow from the first on, until it is below the second
 _LEAST_SECONDS = 0.005  # that a slow member needs more for a share than the median: less is noise
 _PAUSE_STEPS = 20  # from one dealing for speed to the next
-_LEAST_GAIN = 0.05  # of the time of the computation, for which shares move
 
 
 class Slow(NamedTuple):
@@ -32,8 +31,8 @@ class Speeds:
     self._slow: dict[int, Slow] = {}  # lost members too: one that starts again at the same place is probably still slow
     self._told: dict[int, float] = {}  # {slow member: the factor that was told since its process started}
     self._hosts: dict[int, str] = {}
-    self._dealt_at = -_PAUSE_STEPS  # the step after which shares were dealt for speed
-    self._step = 0
+    self._since_dealt = _PAUSE_STEPS  # steps, or rounds, since shares were dealt for speed
+    self._newest = deque[int](maxlen=_STEPS)  # the last steps
 
   def starts(self, member: int, host: str) -> None:
     """A process of `member` has started on this host."""
@@ -46,10 +45,11 @@ class Speeds:
     self._factors.pop(member, None)
     self._told.pop(member, None)
 
-  def computed(self, step: int, seconds: Mapping[int, float], numbers: Mapping[int, int]) -> list[Slow]:
+  def computed(self, step: int, seconds: Mapping[int, float], numbers: Mapping[int, float]) -> list[Slow]:
     """`step` is committed; its members have computed so many shares for so long. Returns the members whose speed has
     changed, or that have started again and are still slow."""
-    self._step = step
+    self._since_dealt += 1
+    self._newest.append(step)
     each = {member: took / numbers[member] for member, took in seconds.items() if numbers.get(member)}
     if len(each) < 2:
       return []
@@ -71,12 +71,12 @@ class Speeds:
     if was is None:
       if least < _SLOW or (least - 1) * usual < _LEAST_SECONDS:
         return []
-      first = next(index for index, one in enumerate(factors) if one >= _SLOW)
-      was, is_news = Slow(member, factor, self._step - _STEPS + 1 + first), True
+      since = next(step for step, one in zip(self._newest, factors, strict=True) if one >= _SLOW)
+      was, is_news = Slow(member, factor, since), True
     elif most < _USUAL:
       del self._slow[member]
       self._told.pop(member, None)
-      return [Slow(member, 1.0, self._step)]
+      return [Slow(member, 1.0, self._newest[-1])]
     elif most >= _SLOW * least or factor < _USUAL:  # it changes: the next steps tell its new speed
       return []
     else:
@@ -103,14 +103,8 @@ class Speeds:
 
   def may_deal(self) -> bool:
     """Whether enough steps have passed since shares were dealt for speed."""
-    return self._step >= self._dealt_at + _PAUSE_STEPS
-
-  def gains(self, before: Mapping[int, int], after: Mapping[int, int]) -> bool:
-    """Whether it is worth an epoch to deal so many shares to each member, instead of so many `before`."""
-    speeds = self.of(before)
-    now, then = (max(number / speeds[member] for member, number in numbers.items()) for numbers in (before, after))
-    return then <= (1 - _LEAST_GAIN) * now
+    return self._since_dealt >= _PAUSE_STEPS
 
   def dealt(self) -> None:
     """Shares have moved for speed after the last step."""
-    self._dealt_at = self._step
+    self._since_dealt = 0

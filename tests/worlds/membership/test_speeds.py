@@ -63,7 +63,7 @@ def test_a_slow_member_is_named_within_twenty_steps_and_its_shares_move_and_retu
   assert named[1] == (
     f"Slice 3 computes a share in {factor:.2f} times the median since step 31. It has {numbers} of 8 shares."
   )
-  assert moved[1].startswith("Shares move") and named[0] <= 50
+  assert moved[1].startswith("Work moves") and named[0] <= 50
   assert steps.numbers[3] == numbers and max(steps.numbers) == 9 and sum(steps.numbers) == 64
   epoch = steps.run.epoch
   assert steps.notes(100) == [] and steps.run.epoch == epoch  # the seconds for a share stay, so nothing more moves

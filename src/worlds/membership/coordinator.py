@@ -95,11 +95,12 @@ class Coordinator(Epochs):
       return self._interrupt()
     return []
 
-  def interruptible(self, member: int, round_name: str) -> Effects:
-    """`member` begins `round_name`, the next round of all, which may be interrupted: an evaluation, or local steps."""
-    if member not in self.active or self._interrupted:
+  def interruptible(self, member: int, lane: int) -> Effects:
+    """`member` begins the next round of all, which may be interrupted: an evaluation, or local steps. Its lane 0 has
+    written all records so far, if it is the primary."""
+    if lane or member not in self.active or self._interrupted:
       return []
-    self._interruptible_round = round_name
+    self._interruptible.add(member)
     return self._interrupt()
 
   def computed(self, member: int, epoch: int, seconds: float) -> Effects:
@@ -161,9 +162,10 @@ class Coordinator(Epochs):
 
   def _interrupt(self) -> Effects:
     """Ends the interruptible round under way if the run must end, or for the members that leave. All live members have
-    the state after the last commit, so no committed step is lost."""
+    the state after the last commit, so no committed step is lost. Not before the primary has begun the round: it may
+    still write the records of the last commit, and the next primary would write them too."""
     leaving = self._leaving & self.live
-    if not self._interruptible_round or self.phase != "running" or not (self.stopping or leaving):
+    if self.primary not in self._interruptible or self.phase != "running" or not (self.stopping or leaving):
       return []
     staying = self.live - leaving
     if not self.stopping and not staying and (joiners := self._joiners()):  # they need the state of one that leaves
@@ -172,7 +174,7 @@ class Coordinator(Epochs):
     if not self.stopping and not staying and self.active - self.live:  # they are about to have it
       return []
     if self.stopping or not staying:
-      self._interruptible_round, self._interrupted, self.epoch = "", True, self.epoch + 1
+      self._interruptible, self._interrupted, self.epoch = set(), True, self.epoch + 1
       self.pulse.begin_epoch()
       fresh = to_all(self.active - self.live, message("end", code=42, reason=""))
       return [*to_all(self.live, message("interrupt", epoch=self.epoch, leave=False)), *fresh]
@@ -198,6 +200,7 @@ class Coordinator(Epochs):
     self.pulse.forget(member)
     self._dealing.speeds.forget(member)
     self._leaving.discard(member)
+    self._interruptible.discard(member)
     was_active = member in self.active
     self.active.discard(member)
     self.live.discard(member)
@@ -317,7 +320,7 @@ class Coordinator(Epochs):
     self.active, self.live, self._done, self._leaving = set(), set(), {}, set()
     self._sent = SentState()
     self.witness = Witness(agreed=self.witness.agreed, numerics=self.witness.numerics)
-    self._interruptible_round, self._interrupted = "", False
+    self._interruptible, self._interrupted = set(), False
     for member in self._survivors:
       self._members[member].set_state(-1, holds=False)
     note = Note("Every member with the state is lost: the run continues from the newest backup.")
@@ -341,7 +344,7 @@ class Coordinator(Epochs):
   def _commit(self, round_name: str) -> Effects:
     step = step_of(round_name)
     seconds = self.pulse.committed(is_step=step is not None)
-    self.committed, self._done, self._stood_still, self._interruptible_round = round_name, {}, False, ""
+    self.committed, self._done, self._stood_still, self._interruptible = round_name, {}, False, set()
     self.witness.committed(round_name)
     self.failures.committed(round_name, self.active)
     for member in self.active:

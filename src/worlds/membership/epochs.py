@@ -97,7 +97,7 @@ class Epochs:
     self._changed_at = -float("inf")  # when the active members last changed; a start does not count
     self._done: dict[int, int] = {}  # {member that has done the round under way: the checksum of its weights}
     self._round = ""  # that they have done
-    self._interruptible_round = ""  # the round under way, if it may be interrupted
+    self._interruptible: set[int] = set()  # members that have begun the round under way, which may be interrupted
     self._interrupted = False  # it was interrupted, and no round follows
     self._leaving: set[int] = set()
     self._lost: dict[int, tuple[str, float]] = {}  # since the last world or hold: {member: (reason, time on the clock)}

@@ -34,7 +34,7 @@ _REPORTS: Mapping[str, Callable[[Coordinator, int, int, Message], Effects]] = {
   "witness": lambda run, member, lane, m: run.witnessed(member, m["epoch"], m["sums"]),
   "done": lambda run, member, lane, m: run.done(member, lane, m["epoch"], m["round"], m["checksum"]),
   "broken": lambda run, member, lane, m: run.broken(member, m["epoch"], m["members"]),
-  "interruptible": lambda run, member, lane, m: run.interruptible(member, m["round"]),
+  "interruptible": lambda run, member, lane, m: run.interruptible(member, lane),
   "leave": lambda run, member, lane, m: run.leave(member),
   "finished": lambda run, member, lane, m: run.finished(member, m["code"]),
 }

@@ -3,7 +3,8 @@
 A member computes rounds "step N", and "eval N" after every third step. An exchange completes for a member once every
 member of its epoch has computed the round in this epoch. Messages between a member and the supervisor keep their order;
 everything else happens in an order that a seed determines: kills, SIGTERM, restarts, and the speed of every member.
-With a witness, every step compares one share, and some members compute wrong sums.
+The primary records a committed round before the next one; a new primary records what is missing. With a witness, every
+step compares one share, and some members compute wrong sums.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class Member:
   led: bool = False  # the state is from a backup, and nobody has trained on it yet
   stop: bool = False
   told: str = ""  # the evaluation that it has told of
+  unrecorded: list[str] = field(default_factory=list)  # committed rounds whose records it will write if it is primary
   check: dict[str, Any] = field(default_factory=dict)  # the last message of this kind
   sums: dict[tuple[str, int], int] = field(default_factory=dict)  # by round and `since`
   exit: int | None = None
@@ -97,6 +99,7 @@ class Model:
     self.computed: dict[tuple[int, str], set[int]] = {}  # (epoch, round): members whose data are on the way
     self.states: dict[tuple[int, int], list[str]] = {}  # (epoch, member): state that was sent to it
     self.applied: list[str] = []  # the longest history of any member
+    self.recorded: list[str] = []
     self.worlds: dict[int, dict[str, Any]] = {}  # by epoch, as the first member knew it
     self.shares = total * group
     self.losses_of_all = 0  # how often no member with a state was left
@@ -118,6 +121,7 @@ class Model:
     if had_state and not any(m.history is not None for m in self.members.values()):
       self.losses_of_all += 1
       self.applied = list(self.checkpoint)
+      self.recorded = [name for name in self.recorded if name in self.checkpoint]
 
   def carry_out(self, effects: Effects) -> None:
     for effect in effects:
@@ -154,7 +158,7 @@ class Model:
       self.carry_out(run.witnessed(i, received["epoch"], received["sums"]))
       self.comparisons += 1
     elif received["kind"] == "interruptible":
-      self.carry_out(run.interruptible(i, received["round"]))
+      self.carry_out(run.interruptible(i, 0))
     elif received["kind"] == "leave":
       self.carry_out(run.leave(i))
     elif received["kind"] == "finished":
@@ -179,6 +183,9 @@ class Model:
         member.mode = "computing"
     elif member.mode == "computing":
       assert member.world is not None
+      if member.unrecorded:
+        self.record(member)
+        return
       if member.inbox:
         self.read(member)
         return
@@ -243,6 +250,9 @@ class Model:
       for name in ("members", "ranges"):
         member.world[name] = change(before[name], received, name)
       self.check_world(member.world)
+      if before.get("primary") != member.id == member.world["primary"]:
+        known = {*self.recorded, *member.unrecorded}
+        self.recorded += [name for name in member.history or () if name not in known]
       if kind == "hold":
         member.mode = "waiting"
         return
@@ -261,6 +271,7 @@ class Model:
     elif kind == "commit":
       assert member.history is not None
       assert member.mode == "undecided" and received["round"] == member.round, (received, member)
+      member.unrecorded.append(member.round)
       member.history.append(member.round)
       member.check |= {"asked": [], "since": 0}
       self.check(member)
@@ -296,6 +307,14 @@ class Model:
       assert (world["members"], world["ranges"]) == (first["members"], first["ranges"]), (world, first)
     assert world["members"].keys() == first["members"].keys(), (world, first)
 
+  def record(self, member: Member) -> None:
+    """The member writes what it has not recorded, if it is the primary as far as it knows."""
+    assert member.world is not None
+    if member.world["primary"] == member.id:
+      assert not {*self.recorded} & {*member.unrecorded}, (member, self.recorded)
+      self.recorded += member.unrecorded
+    member.unrecorded = []
+
   def leave(self, member: Member) -> None:
     member.say("finished", code=42)
     member.mode, member.history = "waiting", None
@@ -309,6 +328,7 @@ class Model:
   def finish(self, member: Member, code: int) -> None:
     """The last step is done. The primary saves; the others wait for its end, or for their turn to be primary."""
     assert member.world is not None
+    self.record(member)
     member.mode = "waiting"
     if member.world["primary"] == member.id:
       self.save(member)

@@ -84,6 +84,7 @@ def test_sharded_equals_unsharded(name):
 DIVISIONS = (((1, 1), ROWS / 4, 4, 1), ((3, 1), ROWS / 4, 1, 4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where, rows, accumulation, total", few(DIVISIONS[1:], DIVISIONS))
 def test_every_division_of_the_batch_gives_the_same_step(where, rows, accumulation, total):
   divided = {"data": {"per_device_batch_size": rows}, "optimizer": {"gradient_accumulation_steps": accumulation}}

@@ -9,7 +9,7 @@ import textwrap
 
 from tests.support.command import without_times
 
-from trainer.observe import log
+from trainer.observe import log, progress_bar
 from trainer.observe.metrics import StepRecord, format_step_line
 from trainer.observe.progress_bar import Progress
 
@@ -25,6 +25,20 @@ def test_without_a_terminal_the_first_every_period_and_the_last_step_are_plain_l
   printed = capsys.readouterr().out
   assert without_times(printed).splitlines() == [format_step_line(record(step)) for step in (1, 2, 4, 6, 7)]
   assert (tmp_path / "log.txt").read_text() == printed
+
+
+def test_without_a_terminal_a_long_round_of_local_steps_has_a_line_in_every_minute(tmp_path, capsys, monkeypatch):
+  now = 0.0
+  monkeypatch.setattr(progress_bar.time, "monotonic", lambda: now)
+  with Progress(log.get(str(tmp_path)), total_steps=99, total_slices=3, log_period=99) as progress:
+    for step in range(20):
+      progress.under_way(step)
+      now += 10
+    progress.step(record(20))
+    now += 59
+    progress.under_way(20)
+  told = [line for line in capsys.readouterr().out.splitlines() if "comes with those of its round" in line]
+  assert [line.split("step ")[1].split("/99 is done")[0] for line in told] == ["6", "12", "18"]
 
 
 def test_in_a_terminal_a_bar_is_drawn_and_the_file_has_the_plain_lines(tmp_path):

@@ -10,7 +10,7 @@ from trainer.observe.log import Log
 from trainer.observe.metrics import StepRecord, format_duration, format_step_line
 
 _UPDATE_SECONDS = 0.2
-_LINE_SECONDS = 60.0  # between the lines of steps in a terminal
+_LINE_SECONDS = 60.0  # between the lines of steps in a terminal, and of a round under way elsewhere
 
 
 class Progress:
@@ -40,6 +40,7 @@ class Progress:
     self._task: Any = None
     self._drawn = 0.0
     self._printed: float | None = None  # when the last line of a step was printed in the terminal
+    self._shown = time.monotonic()  # when the last step was shown, or told of
 
   def __enter__(self) -> Self:
     if not self._terminal:
@@ -62,6 +63,7 @@ class Progress:
     self.close()
 
   def step(self, record: StepRecord) -> None:
+    self._shown = time.monotonic()
     if self._is_printed(record.step):
       self._log.line(format_step_line(record))
     elif record.step % self._log_period == 0 or record.step in (1, self._total_steps):
@@ -70,10 +72,15 @@ class Progress:
       self._draw(record)
 
   def under_way(self, step: int) -> None:
-    """Moves the bar to `step`, which is done in a round whose steps are shown when it is committed."""
-    if self._bar is not None and time.monotonic() - self._drawn >= _UPDATE_SECONDS:
-      self._drawn = time.monotonic()
+    """Moves the bar to `step`, which is done in a round whose steps are shown when it is committed. Without a bar, a
+    line in every minute of such a round."""
+    now = time.monotonic()
+    if self._bar is not None and now - self._drawn >= _UPDATE_SECONDS:
+      self._drawn = now
       self._bar.update(self._task, completed=step)
+    elif self._bar is None and now - self._shown >= _LINE_SECONDS:
+      self._shown = now
+      self._log.line(f"step {step}/{self._total_steps} is done; its line comes with those of its round of local steps")
 
   def _is_printed(self, step: int) -> bool:
     """Whether the terminal gets the line of this step, too."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import types
 
 import jax
 import numpy as np
@@ -13,6 +14,7 @@ from tests.support.elastic_harness import TINY
 from input_pipeline.tally import Tally
 from trainer.drivers.local_rounds import LocalRounds, _means, _weighted
 from trainer.program.step import METRICS
+from worlds.membership.dealing import Turn
 from worlds.membership.speeds import Speeds
 
 KEYS = [*TINY.split(), "local_steps=4", "outer_learning_rate=0.7", "outer_momentum=0.9"]
@@ -71,9 +73,10 @@ def test_two_members_compute_three_replicas_in_turns_with_the_bits_of_three(runs
 
 def test_a_slow_member_takes_the_last_steps_of_its_replica_with_the_same_bits(runs, monkeypatch):
   right = runs.right(3, 1)
-  advanced, taken = LocalRounds._advanced, []
+  advanced, taken, unread = LocalRounds._advanced, [], []
 
   def advance(driver, replica, share, end):
+    unread.extend(driver._step + len(replica.rows) not in driver._ahead for _ in replica.rows[:1])
     taken.append((driver._peers.member, share, driver._step + len(replica.rows), end))
     return advanced(driver, replica, share, end)
 
@@ -82,6 +85,17 @@ def test_a_slow_member_takes_the_last_steps_of_its_replica_with_the_same_bits(ru
   assert [(state == right).all() for state in runs.play(3, 1).states()] == [True] * 3
   of_slow = sorted(one for one in taken if one[0] == 0 or one[1] == 0)
   assert of_slow == [(0, 0, 0, 4), (0, 0, 7, 8), (0, 0, 8, 9), (1, 0, 4, 7)]
+  assert unread == [False, False], "the speed of a slice is not that of its first read"
+
+
+def test_a_slice_takes_no_turns_if_one_of_its_processes_knows_of_a_change():
+  world = types.SimpleNamespace(gather=lambda value: [value, False])
+  session = types.SimpleNamespace(cluster=types.SimpleNamespace(world=world))
+  turn = Turn(0, 0, 1, 3)
+  driver = types.SimpleNamespace(
+    _peers=types.SimpleNamespace(member=1), _step=4, _turns=lambda n: [turn], _session=session
+  )
+  assert LocalRounds._take_turns(driver, None, 8) == {}
 
 
 def test_metrics_are_means_over_tokens_and_a_skip_of_one_replica_counts():

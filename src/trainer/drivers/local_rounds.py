@@ -39,6 +39,7 @@ from worlds.membership.dealing import Turn, turns
 from worlds.peers import Change
 
 _LOSS, _Z_LOSS, _NORM, _RATE, _WEIGHTS, _SKIPPED = range(len(METRICS))
+_Begun = dict[Share, tuple[Turn, Future[list[np.ndarray]]]]  # replicas whose first steps another slice takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +87,13 @@ class LocalRounds(ManyWorlds):
     for leaf in jax.tree.leaves(state):
       leaf.delete()
 
-    begun: dict[Share, Future[list[np.ndarray]]] | None = None  # replicas whose first steps another slice takes
+    begun: _Begun | None = None
 
     def compute(share: Share) -> Contribution:
       nonlocal begun
       if begun is None:
         begun = self._take_turns(held, n)
-      arrived = self._arrived(held, begun.pop(share)) if share in begun else None
+      arrived = self._arrived(held, *begun.pop(share)) if share in begun else None
       replica = self._advanced(arrived or _Replica(_moved(_inner(held))), share, n)
       (squares, small), parts = compiled.sums(_moved(averages.kept(held)), replica.state)
       numbers = _weighted(np.stack(replica.rows), is_first=share == 0)
@@ -130,6 +131,7 @@ class LocalRounds(ManyWorlds):
 
   def _advanced(self, replica: _Replica, share: Share, end: int) -> _Replica:
     """The replica after its steps up to `end`."""
+    jax.block_until_ready(replica.state)  # so that its way to the devices does not count as time of the steps
     began = time.monotonic()
     state, rows, tallies = replica.state, [*replica.rows], [*replica.tallies]
     for index in range(self._step + len(rows), end):
@@ -150,14 +152,16 @@ class LocalRounds(ManyWorlds):
 
   # ---- replicas that two slices compute in turns ----
 
-  def _take_turns(self, held: TrainState, n: int) -> dict[Share, Future[list[np.ndarray]]]:
+  def _take_turns(self, held: TrainState, n: int) -> _Begun:
     """Takes the first steps of another slice's replica, if it is this slice's turn, and sends it. Returns the replicas
     of this slice whose first steps another slice takes."""
-    peers, begun = self._peers, dict[Share, Future[list[np.ndarray]]]()
+    peers, begun = self._peers, _Begun()
     taken = self._turns(n - self._step)
+    if not all(self._session.cluster.world.gather(bool(taken))):  # a process of this slice knows of a change already
+      return begun
     for turn in taken:
       if turn.member == peers.member:
-        begun[turn.share] = self._receiver.submit(self._receive_replica, held, turn)
+        begun[turn.share] = turn, self._receiver.submit(self._receive_replica, held, turn)
     for turn in taken:
       if turn.helper == peers.member:
         replica = self._advanced(_Replica(_moved(_inner(held))), turn.share, self._step + turn.steps)
@@ -192,9 +196,10 @@ class LocalRounds(ManyWorlds):
 
     return [*self._peers.exchange.receive_state(turn.helper, allocate)[1]]
 
-  def _arrived(self, held: TrainState, begun: Future[list[np.ndarray]]) -> _Replica | None:
+  def _arrived(self, held: TrainState, turn: Turn, begun: Future[list[np.ndarray]]) -> _Replica | None:
     """The replica that another slice has begun; None: it is lost, so this slice must take all steps. The processes of
     a slice decide together."""
+    self._read(self._step + turn.steps)  # while the replica is on its way: a slice that waits for data seems slow
     arrays = []
     try:
       with self._session.watchdog.during("replica from another slice"):
@@ -217,12 +222,16 @@ class LocalRounds(ManyWorlds):
         shares |= {turn.share} if turn.helper == self._peers.member else set()
     return {share: self._share(index, share) for share in sorted(shares)}
 
-  def _batch(self, index: int, share: Share) -> tuple[Batch, Tally]:
-    """The batch of a replica at the step after `index`, with its tally."""
+  def _read(self, index: int) -> None:
+    """Takes the prepared batches up to the one of the step after `index`."""
     while index not in self._ahead:
       found, ahead = next(self._batches)
       self.data_wait_seconds += self._batches.waited_seconds
       self._ahead[found] = ahead
+
+  def _batch(self, index: int, share: Share) -> tuple[Batch, Tally]:
+    """The batch of a replica at the step after `index`, with its tally."""
+    self._read(index)
     return self._ahead[index].pop(share, None) or self._share(index, share)  # None: it was another slice's replica
 
   def _divided(self, scalars: np.ndarray, count: int) -> list[np.ndarray]:

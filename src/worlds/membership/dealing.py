@@ -125,7 +125,9 @@ def turns(dealt: Dealt, steps: int, slow: Mapping[int, int]) -> list[Turn]:
   one would wait for them. So it begins a row, which has a smaller piece for it, and there are as many rows."""
   fast = [member for member in sorted(dealt) if member not in slow]
   numbers, rows = [len(dealt[member]) for member in fast], max(1, len(slow))
-  if len(fast) < rows or max(numbers) - min(numbers) > 1 or any(len(dealt[member]) != 1 for member in slow):
+  if (
+    steps == 1 or len(fast) < rows or max(numbers) - min(numbers) > 1 or any(len(dealt[member]) != 1 for member in slow)
+  ):
     return []
   firsts = [[member] for member in slow] or [[]]
   return list(itertools.chain(*(_row(dealt, steps, slow, first, fast[i::rows]) for i, first in enumerate(firsts))))
@@ -134,12 +136,13 @@ def turns(dealt: Dealt, steps: int, slow: Mapping[int, int]) -> list[Turn]:
 def _row(dealt: Dealt, steps: int, slow: Mapping[int, int], row: list[int], fast: Sequence[int]) -> list[Turn]:
   """The turns of one row: of the slow member that `row` has, if any, and of these members after it."""
   numbers = [len(dealt[member]) for member in fast]
-  few, many = ([member for member in fast if len(dealt[member]) == n] for n in (min(numbers), max(numbers)))
+  least, most = min(numbers), max(numbers)
+  few, many = ([member for member in fast if len(dealt[member]) == n] for n in (least, most))
   done, begun = len(row), sum(min(steps, slow[member]) for member in row)  # replicas, and steps up to the first cut
   cut, rest = [done * steps - begun] * done, (done + sum(numbers)) * steps - begun
   for place in range(1, len(fast) + 1):
     end = begun + place * rest // len(fast)
-    of = few if (done + min(numbers)) * steps >= end else many
+    of = few if (done + least) * steps >= end else many
     row.append(of.pop(0))
     done += len(dealt[row[-1]])
     cut.append(done * steps - end)

@@ -146,7 +146,7 @@ def slow_line(slow: Mapping[str, Any]) -> str:
   has = f"It has {slow['shares']} of {slow['of']} shares"
   if slow["steps"]:
     has = f"It takes the last {slow['steps']} steps of its replica in each round, and faster slices take the others"
-  elif slow["of"] == 1:
+  elif slow["of"] == 1 != slow["factor"]:
     has = "It keeps its share; with a larger shares_per_slice, faster slices take a part of its work"
   if slow["factor"] == 1:
     return f"Slice {slow['member']} is as fast as the others again, from step {slow['since']} on. {has}."

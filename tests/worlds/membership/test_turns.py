@@ -102,6 +102,7 @@ def test_one_of_eight_members_with_half_the_speed_costs_a_share_and_not_half():
   factors[3] = 1.0
   assert list(rounds(range(60, 130)))[-1] == 1.0 and dealing.slow_steps == {}
   assert [one["factor"] for one in told[1:]] == [1.0] and told[-1]["steps"] == 0
+  assert slow_line(told[-1]).endswith("as fast as the others again, from step 2304 on. It has 1 of 1 shares.")
 
 
 @pytest.mark.parametrize("in_turns", [True, False])

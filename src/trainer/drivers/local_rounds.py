@@ -59,6 +59,8 @@ class LocalRounds(ManyWorlds):
     self._open_rounds(compiled.abstract, compiled.sums)
     self._small_sizes = [math.prod(leaf.shape) for leaf in compiled.small]
     self._ahead: dict[int, dict[Share, tuple[Batch, Tally]]] = {}  # batches of this round that are read and not used
+    self._prepare_seconds: dict[int, float] = {}  # of what the prefetching thread has read and `_read` has not taken
+    self._reads = 0.0  # seconds of what `_read` has taken since a replica of this slice was last waited for
     self._begun = self._step  # the last step that has begun on this process
     self._busy = 0.0  # seconds of this round in which this process has taken steps
     self._receiver = ThreadPoolExecutor(1, "replica from another slice")
@@ -147,7 +149,8 @@ class LocalRounds(ManyWorlds):
       jax.block_until_ready(rows[-2:-1])  # so that few batches need memory at a time
       self._session.watchdog.part_done()
     rows = jax.device_get(rows)  # waits for the steps
-    self._busy += time.monotonic() - began
+    # While this slice waited for the replica, data were read. If its reads take longer than its steps, it is slow.
+    self._busy += max(time.monotonic() - began, self._reads if replica.rows else 0.0)
     return _Replica(state, rows, tallies)
 
   # ---- replicas that two slices compute in turns ----
@@ -199,6 +202,7 @@ class LocalRounds(ManyWorlds):
   def _arrived(self, held: TrainState, turn: Turn, begun: Future[list[np.ndarray]]) -> _Replica | None:
     """The replica that another slice has begun; None: it is lost, so this slice must take all steps. The processes of
     a slice decide together."""
+    self._reads = 0.0
     self._read(self._step + turn.steps)  # while the replica is on its way: a slice that waits for data seems slow
     arrays = []
     try:
@@ -220,7 +224,10 @@ class LocalRounds(ManyWorlds):
       if index < first + turn.steps:
         shares -= {turn.share} if turn.member == self._peers.member else set()
         shares |= {turn.share} if turn.helper == self._peers.member else set()
-    return {share: self._share(index, share) for share in sorted(shares)}
+    began = time.monotonic()
+    prepared = {share: self._share(index, share) for share in sorted(shares)}
+    self._prepare_seconds[index] = time.monotonic() - began
+    return prepared
 
   def _read(self, index: int) -> None:
     """Takes the prepared batches up to the one of the step after `index`."""
@@ -228,6 +235,7 @@ class LocalRounds(ManyWorlds):
       found, ahead = next(self._batches)
       self.data_wait_seconds += self._batches.waited_seconds
       self._ahead[found] = ahead
+      self._reads += self._prepare_seconds.pop(found)
 
   def _batch(self, index: int, share: Share) -> tuple[Batch, Tally]:
     """The batch of a replica at the step after `index`, with its tally."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from typing import Any, Protocol
 
+_SHORT = 60  # bytes of a value that processes gather at once; longer ones take a second time
+
 
 class World(Protocol):
   """All processes of one run. Every process calls `gather` in the same order."""
@@ -58,11 +60,19 @@ class JaxWorld:
     from jax.experimental import multihost_utils
 
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).reshape(-1)
-    padded = np.zeros(int(sizes.max()), np.uint8)
-    padded[: data.size] = data
-    rows = np.asarray(multihost_utils.process_allgather(padded)).reshape(len(sizes), -1)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+
+    def rows(size: int) -> np.ndarray:
+      """Of each process the number of bytes, in four of them, and its first bytes: uint8 [processes, 4 + size]."""
+      row = np.zeros(4 + size, np.uint8)
+      row[:4] = np.frombuffer(data.size.to_bytes(4, "little"), np.uint8)
+      row[4 : 4 + data.size] = data[:size]
+      return np.asarray(multihost_utils.process_allgather(row)).reshape(self.size, -1)
+
+    found = rows(_SHORT)
+    sizes = [int.from_bytes(row[:4].tobytes(), "little") for row in found]
+    if max(sizes) > _SHORT:
+      found = rows(max(sizes))
+    return [json.loads(row[4 : 4 + size].tobytes()) for row, size in zip(found, sizes)]
 
   def stop_agreed(self, requested: bool, asked: int) -> bool:
     from jax.experimental import multihost_utils

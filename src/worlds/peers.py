@@ -60,7 +60,8 @@ class Peers:
     self.source = -1  # the member that sends them the state
     self.primary = -1
     self.run_id = ""  # of the run, if its folder does not exist yet
-    self.check: Message = {}  # the last message `check`, of the witness
+    self.check: Message = {}  # the last message `check`, of the witness, whose epoch has begun
+    self._next_check: Message = {}
     self.begun = False  # other members have opened the run's folder
     self.stopping = False  # the last commit ends the run, or the round after it was interrupted
     self.interrupted = False  # the round under way ends without a result: the run ends, or this member has left
@@ -131,7 +132,7 @@ class Peers:
       self._connected, self._holds = False, True
       self.membership.send("ready", newest=self._completed(), holds=True)
     elif kind == "check":
-      self.check = received
+      self._next_check = received
     elif kind in ("failing", "slow", "alarm"):
       if kind == "alarm":
         self.set_primary(int(received["primary"]))  # first: it records the alarm
@@ -148,6 +149,8 @@ class Peers:
     before = frozenset(self.members)
     assert received["base"] in (0, self.epoch), f"{received} after epoch {self.epoch}"
     self.epoch = int(received["epoch"])
+    if self._next_check.get("epoch") == self.epoch:
+      self.check = self._next_check
     self._lanes = change(self._lanes, received, "members")
     self._ranges = change(self._ranges, received, "ranges")
     self.members = tuple(sorted(map(int, self._lanes)))
@@ -217,6 +220,12 @@ class Peers:
       except PeerLost as error:
         self.exchange_failed(error)
       self._read_waiting()  # it may be the next epoch
+
+  def await_epoch(self, epoch: float) -> None:
+    """Another process of this member knows of this epoch: waits for the same message. Infinity: the other one knows
+    that the run has ended, or that the supervisor is lost. Raises RunEnded and SupervisorLost."""
+    while self.epoch < epoch:
+      self._handle_change(self.membership.next())
 
   def connected(self) -> None:
     """The exchange is connected for this epoch, and this member has the state: it joined in this epoch."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import time
-import types
 
 import jax
 import numpy as np
@@ -15,7 +14,6 @@ from tests.support.elastic_harness import TINY
 from input_pipeline.tally import Tally
 from trainer.drivers.local_rounds import LocalRounds, _means, _weighted
 from trainer.program.step import METRICS
-from worlds.membership.dealing import Turn
 from worlds.membership.speeds import Speeds
 
 KEYS = [*TINY.split(), "local_steps=4", "outer_learning_rate=0.7", "outer_momentum=0.9"]
@@ -94,16 +92,6 @@ def test_a_slow_member_takes_the_last_steps_of_its_replica_with_the_same_bits(ru
   of_slow = sorted(one for one in taken if one[0] == 0 or one[1] == 0)
   assert of_slow == [(0, 0, 0, 4), (0, 0, 7, 8), (0, 0, 8, 9), (1, 0, 4, 7)]
   assert unread == [False, False] and busy[0] > 0.2, "data are read before, and slow reads count"
-
-
-def test_a_slice_takes_no_turns_if_one_of_its_processes_knows_of_a_change():
-  world = types.SimpleNamespace(gather=lambda value: [value, False])
-  session = types.SimpleNamespace(cluster=types.SimpleNamespace(world=world))
-  turn = Turn(0, 0, 1, 3)
-  driver = types.SimpleNamespace(
-    _peers=types.SimpleNamespace(member=1), _step=4, _turns=lambda n: [turn], _session=session
-  )
-  assert LocalRounds._take_turns(driver, None, 8) == {}
 
 
 def test_metrics_are_means_over_tokens_and_a_skip_of_one_replica_counts():

@@ -15,7 +15,7 @@ from trainer.config.faults import Fault, parse
 from trainer.drivers.compared_share import ComparedShare
 from trainer.drivers.rounds import Contribution
 from worlds.membership.dealing import deal
-from worlds.membership.messages import message
+from worlds.membership.messages import message, to_ranges
 from worlds.membership.witness import draw
 from worlds.peers import Peers
 
@@ -110,12 +110,17 @@ def test_what_the_supervisor_says_of_one_round_does_not_hold_for_the_next_round(
   membership: Any = types.SimpleNamespace(member=3)
   exchange: Any = None
   peers = Peers(membership, exchange, lane=0)
-  peers.epoch, peers.dealt = 8, {0: (0, 1), 2: (2, 3), 3: (4, 5)}
+  dealt = {0: (0, 1), 2: (2, 3), 3: (4, 5)}
   checks: Any = types.SimpleNamespace(of_share=lambda scalars, parts: (scalars, parts))
   of_step = lambda check: ComparedShare(peers, checks, 0, check, lambda share: Contribution(np.zeros(3)))
-  drawn = [draw(0, check, peers.dealt) for check in range(6)]
+  drawn = [draw(0, check, dealt) for check in range(6)]
   second = next(check for check, one in enumerate(drawn) if one.members[1] == 3)
   peers.handle(message("check", epoch=8, asked=[0, 2], since=8))
+  assert peers.check == {}, "the epoch has not begun"
+  members, ranges = {str(i): ["address"] for i in dealt}, {str(i): to_ranges(shares) for i, shares in dealt.items()}
+  others = {"base": 0, "gone": [], "lost": {}, "fresh": [], "source": 0, "primary": 0, "attempt": 1, "slow_steps": {}}
+  peers.handle(message("world", epoch=8, members=members, ranges=ranges, **others))
+  assert peers.dealt == dealt
   during = of_step(second)
   assert during.must_recompute() and not during.must_recompute()
   during.compute_if_drawn()

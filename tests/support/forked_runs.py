@@ -31,6 +31,7 @@ PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has 
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
 SLOWED = "TRAINER_TEST_SLOWED"  # MEMBER:SECONDS: each of the member's shares takes so much longer
+LATE_LANES = {"TRAINER_TEST_LATE_LANES": "1"}  # environment of a run whose slices have several processes
 SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
 
 
@@ -139,6 +140,28 @@ def slow_down() -> None:
   Feed._placed = read_slowly  # type: ignore[method-assign]
 
 
+def late_lanes(environment: Mapping[str, str]) -> None:
+  """The first process of a slice begins each round late, so it knows of changes; the others learn of them later."""
+  from trainer.drivers.rounds import Rounds
+  from worlds import place
+  from worlds.peers import Peers
+
+  agree, read = Rounds.agree, Peers._read_waiting
+
+  def agree_late(*arguments: Any, **keywords: Any) -> Any:
+    time.sleep(0.5)
+    return agree(*arguments, **keywords)
+
+  def read_late(peers: Peers) -> None:
+    if not peers._connected:
+      read(peers)
+
+  if environment.get(place.LANE, "0") == "0":
+    Rounds.agree = agree_late  # type: ignore[method-assign]
+  else:
+    Peers._read_waiting = read_late  # type: ignore[method-assign]
+
+
 def slow_member(member: str, seconds: str, environment: Mapping[str, str]) -> None:
   """Every share of this process takes longer if it is `member`, and every local step of a replica."""
   from trainer.drivers.local_rounds import LocalRounds
@@ -176,6 +199,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
     fork_workers(request["log"])
   elif orphan and (ENDLESS in request["argv"] or SLOW.items() <= request["environment"].items()):
     slow_down()
+  if orphan and LATE_LANES.items() <= request["environment"].items():
+    late_lanes(request["environment"])
   if orphan and (slowed := request["environment"].get(SLOWED)):
     slow_member(*slowed.split(":"), request["environment"])
   if linux:

@@ -112,7 +112,8 @@ class ManyWorlds:
   def _open_rounds(self, abstract: Any, sums: Summed) -> None:
     """abstract, sums: see `Rounds`."""
     wire, group = self._session.config.optimizer.grad_reduce_dtype, self._session.config.elastic.shares_per_slice
-    self._rounds = Rounds(self._peers, abstract, sums, wire, group, self._send_state, self._receive_state)
+    states = self._send_state, self._receive_state
+    self._rounds = Rounds(self._peers, abstract, sums, wire, group, *states, self._session.cluster.world.gather)
     self._threads.callback(self._rounds.close)
     self._total = self._rounds.layout.empty()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,8 @@ import numpy as np
 from trainer.process.stop import StopRequested
 from worlds.exchange import FlatLayout, HostCopy, Part, PeerLost
 from worlds.exchange.plan import Wire, pieces
-from worlds.peers import MembershipChanged, Peers
+from worlds.membership.client import SupervisorLost
+from worlds.peers import MembershipChanged, Peers, RunEnded
 
 Share = int
 
@@ -84,11 +86,13 @@ class Rounds:
     group: int,
     send_state: Callable[[int], None],
     receive_state: Callable[[int], None],
+    gather: Callable[[Any], list[Any]],
   ) -> None:
     """abstract: the tree of all parts of `sums`, float32. wire: the type of gradients on their way. group: shares of a
-    slice, which are summed first (see `Exchange.reduce`). send_state, receive_state: see `Peers.connect`."""
+    slice, which are summed first (see `Exchange.reduce`). send_state, receive_state: see `Peers.connect`. gather: of
+    the processes of this member."""
     self._peers, self._sums, self._wire, self._group = peers, sums, wire, group
-    self._send_state, self._receive_state = send_state, receive_state
+    self._send_state, self._receive_state, self._gather = send_state, receive_state, gather
     self.layout = FlatLayout(abstract)
     self._known = self.layout.ranges(sums.parts)
     self._reports = ThreadPoolExecutor(1, "report of the computation")
@@ -110,15 +114,13 @@ class Rounds:
     also waits between its shares. Raises StopRequested if the round is interrupted."""
     peers, held, seconds = self._peers, dict[Share, _Sum](), waited
     while True:
-      peers.connect(self._send_state, self._receive_state)
+      self._connect()
       began = time.monotonic()
       if compared is not None and compared.must_recompute():
         held = {}
       held = self._compute(held, compute if compared is None else compared.compute)
       if compared is not None:
         compared.compute_if_drawn()
-      if peers.interrupted:
-        raise StopRequested
       grads = {share: of_share.grads for share, of_share in held.items() if of_share.grads is not None}
       # A thread reports when this member has computed its gradients, because this thread is in the exchange by then.
       # The exchange stands still while any member computes, and the report tells the supervisor which members do not.
@@ -144,6 +146,24 @@ class Rounds:
         return total_scalars, member_seconds
       finally:
         seconds = report.result()
+
+  def _connect(self) -> None:
+    """Makes the exchange ready. The processes of a member compute each share together, so all must know of the same
+    shares: one hears of a change earlier than another, which waits for the same message here."""
+    peers = self._peers
+    while True:
+      try:
+        peers.connect(self._send_state, self._receive_state)
+      except (RunEnded, SupervisorLost):
+        self._gather([math.inf, False])
+        raise
+      epochs, interrupted = zip(*self._gather([peers.epoch, peers.interrupted]))
+      if any(interrupted):
+        peers.await_interruption()
+        raise StopRequested
+      if min(epochs) == max(epochs):
+        return
+      peers.await_epoch(max(epochs))
 
   def _compute(self, held: Mapping[Share, _Sum], compute: Callable[[Share], Contribution]) -> dict[Share, _Sum]:
     """{first share: sum} of all shares that this member computes in this epoch. held: the sums of the last epoch of

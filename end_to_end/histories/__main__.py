@@ -9,6 +9,7 @@ KIND is one of:
   processes   a process for each slice: kill, stop, SIGTERM, two at once, a lost supervisor, output that is cut or full,
               members that fail at each start, folders that move, saves that fail
   local       processes whose replicas take several steps alone, hit in their rounds
+  lanes       slices of two processes, one of which is hit
   storage     processes whose bucket fails for 1 to 90 s, with kills
   partition   three network namespaces whose links are cut (Linux, `unshare`)
   flips       a flipped bit in gradients, weights or optimizer state, with one controller and with processes
@@ -39,12 +40,13 @@ from pathlib import Path
 from typing import Any
 
 DEFAULTS = {
-  "elastic": 100, "pathways": 20, "processes": 20, "local": 20, "storage": 10, "partition": 1, "flips": 50,
+  "elastic": 100, "pathways": 20, "processes": 20, "local": 20, "lanes": 20, "storage": 10, "partition": 1, "flips": 50,
   "sigterm": 10, "kill": 10, "data": 40,
 }  # fmt: skip
 MODULES = {
   "pathways": "elastic",
   "local": "processes",
+  "lanes": "processes",
   "storage": "processes",
   "sigterm": "command",
   "kill": "command",

@@ -5,9 +5,11 @@ away, a full disk); slices have one to eight shares, and in a third one member i
 surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
 kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, members
 that stay away leave their replicas to the others, who take turns, and a run may resume with another number of local
-steps; the undisturbed run is one process. In the kind `storage` the run is
-in a bucket, which fails for 1 to 90 s, and members are killed meanwhile. After a loss of all processes the same command
-starts again. No member may be lost that was not hit. The processes are forked from one that has imported everything, so
+steps; the undisturbed run is one process. In the kind `lanes` each slice has two processes, one of which is hit. In half
+of these histories the first one begins each round later than the second one, so that they hear of changes at different
+moments, and half take local steps. In the kind `storage` the run is in a bucket, which fails for 1 to 90 s, and members
+are killed meanwhile. After a loss of all processes the same command starts again. No member may be lost that was not hit.
+The processes are forked from one that has imported everything, so
 that a start does not take seconds.
 """
 
@@ -32,7 +34,7 @@ from end_to_end.histories.__main__ import Play, Played
 from end_to_end.histories.bucket import Bucket, BucketRun, running
 from end_to_end.histories.command import chat_keys
 from tests.support.command import is_running
-from tests.support.forked_runs import SLOWED, Server, StandaloneServer
+from tests.support.forked_runs import LATE_LANES, SLOWED, Server, StandaloneServer
 from tests.support.process_runs import ProcessRun
 from tests.support.torchrun_runs import OneWorker
 
@@ -66,6 +68,7 @@ class Scenario:
   keys: Sequence[str] = ("eval_interval=7", "eval_steps=2")
   local_steps: Sequence[int] = (1,)
   models: Sequence[Sequence[str]] = ((),)  # keys of a model, or CHATS
+  lanes: int = 1  # processes of a slice
 
 
 MEMBERS = Scenario(
@@ -114,6 +117,14 @@ LOCAL = Scenario(
     ("grad_reduce_dtype=bfloat16",),
   ),
 )
+LANES = Scenario(
+  {"kill": 8, "term": 3, "stop": 1, "supervisor": 1, "all": 1, "again": 3, "link": 1},
+  shares=(1, 1, 2),
+  slices=(2, 3, 3),
+  counts=(1,),
+  local_steps=(1, 1, 2, 5),
+  lanes=2,
+)
 STORAGE = Scenario(
   {"bucket": 3, "kill": 4, "all": 1}, always=("bucket", "kill"), faults_at_most=4, counts=(1, 1, 2), slices=(2, 2, 3)
 )
@@ -150,6 +161,7 @@ class Plan:
   options: tuple[str, ...]
   output: str  # of all processes: file, pipe or full
   slowed: str  # a value of forked_runs.SLOWED
+  late: str  # a value of forked_runs.LATE_LANES
   of_rounds: tuple[str, ...]  # keys of local steps
   switched: str  # the key of local steps after a switch
   model: tuple[str, ...]  # see Scenario.models
@@ -162,7 +174,8 @@ class Plan:
 
 
 def scenario_of(kind: str, seed: int) -> Scenario:
-  return LOCAL if kind == "local" else STORAGE if kind == "storage" else WORLD if seed % 3 == 2 else MEMBERS
+  by_name = {"local": LOCAL, "lanes": LANES, "storage": STORAGE}
+  return by_name.get(kind) or (WORLD if seed % 3 == 2 else MEMBERS)
 
 
 def plan(scenario: Scenario, seed: int) -> Plan:
@@ -197,7 +210,8 @@ def plan(scenario: Scenario, seed: int) -> Plan:
     of_rounds = f"local_steps={count}", *periods, *outer
     faults = [dataclasses.replace(fault, delay=fault.delay * count / 2) for fault in faults]
   ordered = tuple(sorted(faults, key=lambda fault: fault.step))
-  return Plan(slices, shares, keys, options, output, slowed, of_rounds, switched, model, ordered)
+  late = "0.1" if scenario.lanes > 1 and chance.random() < 0.5 else ""
+  return Plan(slices, shares, keys, options, output, slowed, late, of_rounds, switched, model, ordered)
 
 
 @dataclass(frozen=True)
@@ -424,8 +438,12 @@ class Histories:
       model = (*chat_keys(self._folder), f"grain_eval_files={self._folder / 'chats.jsonl'}")
     own = [*KEYS, *scenario.keys, *history.of_rounds, *model, *self._keys, *batch]
     own.append(f"jax_cache_dir={self._folder / 'compiled'}")
-    environment = {SLOWED: history.slowed} if history.slowed else {}
-    run = self._run(f"history-{seed}", [*own, *history.keys], history.slices, history.options, environment)
+    options, environment = history.options, {SLOWED: history.slowed, LATE_LANES: history.late}
+    if scenario.lanes > 1:
+      own.append(f"devices_per_slice={scenario.lanes}")
+      options = (*options, "--processes-per-slice", str(scenario.lanes))
+    environment = {name: value for name, value in environment.items() if value}
+    run = self._run(f"history-{seed}", [*own, *history.keys], history.slices, options, environment)
     player = Player(run, history.output, history.faults, seed, self._bucket, history.switched)
     try:
       broken = player.play()
@@ -450,7 +468,7 @@ class Histories:
     shape = slices, keys, switch
     if shape not in self._references:
       folder = f"undisturbed-{len(self._references)}"
-      if self._kind == "local":  # one process computes all replicas
+      if self._kind in ("local", "lanes"):  # one process computes all replicas
         run: ProcessRun = OneWorker(self._folder / folder, keys, slices=slices, server=self._server)
       else:
         run = self._run(folder, keys, slices)

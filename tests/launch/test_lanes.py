@@ -33,7 +33,7 @@ def test_processes_of_a_slice_compute_the_same_shares_though_one_hears_of_a_loss
     [*LANES, compiled, "elastic_min_slice_count=1"],
     slices=3,
     options=["--processes-per-slice", "2"],
-    environment=LATE_LANES,
+    environment={LATE_LANES: "0.5"},
     server=server,
   )
   with run.launched() as supervisor:

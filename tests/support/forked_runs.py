@@ -31,7 +31,7 @@ PR_SET_CHILD_SUBREAPER = 36  # Linux: processes below this one whose parent has 
 SHOWN, SHOWN_BYTES = "TRAINER_FORKED_AS", 2000
 ENDLESS = "steps=999999"  # of a test whose run trains until the test has seen enough; such runs are slowed down
 SLOWED = "TRAINER_TEST_SLOWED"  # MEMBER:SECONDS: each of the member's shares takes so much longer
-LATE_LANES = {"TRAINER_TEST_LATE_LANES": "1"}  # environment of a run whose slices have several processes
+LATE_LANES = "TRAINER_TEST_LATE_LANES"  # SECONDS: so much later the first process of a slice begins each round
 SLOW = {"TRAINER_TEST_SLOW": "1"}  # environment of a run of few steps that is slowed down, so that faults fall into it
 
 
@@ -140,7 +140,7 @@ def slow_down() -> None:
   Feed._placed = read_slowly  # type: ignore[method-assign]
 
 
-def late_lanes(environment: Mapping[str, str]) -> None:
+def late_lanes(seconds: float, environment: Mapping[str, str]) -> None:
   """The first process of a slice begins each round late, so it knows of changes; the others learn of them later."""
   from trainer.drivers.rounds import Rounds
   from worlds import place
@@ -149,7 +149,7 @@ def late_lanes(environment: Mapping[str, str]) -> None:
   agree, read = Rounds.agree, Peers._read_waiting
 
   def agree_late(*arguments: Any, **keywords: Any) -> Any:
-    time.sleep(0.5)
+    time.sleep(seconds)
     return agree(*arguments, **keywords)
 
   def read_late(peers: Peers) -> None:
@@ -199,8 +199,8 @@ def child(request: dict[str, Any], orphan: bool) -> NoReturn:
     fork_workers(request["log"])
   elif orphan and (ENDLESS in request["argv"] or SLOW.items() <= request["environment"].items()):
     slow_down()
-  if orphan and LATE_LANES.items() <= request["environment"].items():
-    late_lanes(request["environment"])
+  if orphan and (late := request["environment"].get(LATE_LANES)):
+    late_lanes(float(late), request["environment"])
   if orphan and (slowed := request["environment"].get(SLOWED)):
     slow_member(*slowed.split(":"), request["environment"])
   if linux:

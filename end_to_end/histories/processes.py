@@ -2,15 +2,16 @@
 
 Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
-surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. In the
-kind `local` replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, members
-that stay away leave their replicas to the others, who take turns, and a run may resume with another number of local
-steps; the undisturbed run is one process. In the kind `lanes` each slice has two processes, one of which is hit. In half
-of these histories the first one begins each round later than the second one, so that they hear of changes at different
-moments, and half take local steps. In the kind `storage` the run is in a bucket, which fails for 1 to 90 s, and members
-are killed meanwhile. After a loss of all processes the same command starts again. No member may be lost that was not hit.
-The processes are forked from one that has imported everything, so
-that a start does not take seconds.
+surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. After a
+loss of all processes the same command starts again. No member may be lost that was not hit. The processes are forked
+from one that has imported everything, so that a start does not take seconds.
+
+`local`: replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, members that
+stay away leave their replicas to the others, who take turns, and a run may resume with another number of local steps.
+`lanes`: each slice has two processes, one of which is hit; in half of the histories the first one begins each round
+later than the second one, so that they hear of changes at different moments; half take local steps. In both kinds the
+undisturbed run is one process. `storage`: the run is in a bucket, which fails for 1 to 90 s, and members are killed
+meanwhile.
 """
 
 from __future__ import annotations

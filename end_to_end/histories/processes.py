@@ -2,9 +2,9 @@
 
 Two of three histories hit members, the supervisor, and the output of all processes (a file, a pipe whose reader goes
 away, a full disk); slices have one to eight shares, and in a third one member is slow. Every third history is of what
-surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail. After a
-loss of all processes the same command starts again. No member may be lost that was not hit. The processes are forked
-from one that has imported everything, so that a start does not take seconds.
+surrounds a run: members that fail at each start, SIGTERM in an evaluation, a folder that moves, saves that fail.
+After a loss of all processes the same command starts again. No member may be lost that was not hit. The processes are
+forked from one that has imported everything, so that a start does not take seconds.
 
 `local`: replicas take 2 to 40 steps alone, faults come in their rounds, connections between members break, members that
 stay away leave their replicas to the others, who take turns, and a run may resume with another number of local steps.

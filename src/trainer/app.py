@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import time
 import traceback
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
   from trainer.config import Config
   from trainer.run.plugins import Extensions
   from trainer.run.session import Session
+
+_SECONDS_TO_BE_ENDED = 2.0  # by the supervisor, if another process of this slice has ended
 
 
 class Ended(NamedTuple):
@@ -163,6 +166,10 @@ def _train(session: Session, tell: Callable[[str], None]) -> Ended:
   except Exception as error:  # noqa: BLE001 -- the one place where an error becomes an exit code
     # Storage has failed, which its message says: a traceback would only hide it.
     told = isinstance(error, CheckpointError) or (isinstance(error, OSError) and storage.failure(error) is not None)
+    if cluster.world.size > 1 and not told:
+      # If another process of this slice has ended, a collective fails here, and the supervisor is about to end this
+      # process too: its traceback would hide the reason.
+      time.sleep(_SECONDS_TO_BE_ENDED)
     tell(f"error: {error}" if told else traceback.format_exc())
     if isinstance(error, CheckpointError):  # the other slices have the same storage, and would lose their state there
       cluster.finished(FAILED)

@@ -23,6 +23,7 @@ from trainer.config.schema import Config
 from trainer.elastic import retry
 from trainer.process.stop import Stop
 from trainer.run.session import Session
+from trainer.world import SINGLE_WORLD
 
 # tensorflow comes with tensorflow-datasets' sources, torch with transformers, matplotlib with the report.
 HEAVY = ("matplotlib", "tensorflow", "tensorflow_datasets", "torch", "transformers")
@@ -93,7 +94,7 @@ def test_only_an_error_of_the_users_input_is_2(monkeypatch, error, code, printed
 
   lines = []
   monkeypatch.setattr(retry, "elastic_retry", fail)
-  cluster = SimpleNamespace(is_reported=lambda: False)
+  cluster = SimpleNamespace(is_reported=lambda: False, world=SINGLE_WORLD)
   session = SimpleNamespace(config=Config(), cluster=cluster, elastic=None, stop=None)
   assert app._train(session, lines.append).code == code
   assert printed in "".join(lines) and ("Traceback" in "".join(lines)) == (code == 1)

@@ -8,6 +8,7 @@ import itertools
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.path import async_path
 from tests.support import toy_state
 
 import trainer
@@ -224,6 +226,31 @@ def test_a_run_folder_that_was_moved_away_fails_the_save_and_is_not_made_again(t
     tier.save(2, toy_state.state(2), {})
   tier.close()
   assert not (run / "checkpoints").exists()
+
+
+def test_a_save_whose_folder_vanishes_leaves_no_thread_of_orbax_behind(tmp_path, monkeypatch):
+  """Such threads waited for five minutes, with the arrays of the save, and so did the end of the process."""
+  root = tmp_path / "c"
+  tier = Persistent(str(root), toy_state.config(), RunContext(SingleWorld()))
+  tier.save(1, toy_state.state(1), {})
+  tier.wait()
+  mkdir, before = async_path.mkdir, {*threading.enumerate()}
+
+  async def vanish(path, **options):
+    if path.parent != root:  # the folder of the arrays, in the folder of the step
+      shutil.rmtree(root)
+      root.touch()
+    return await mkdir(path, **options)
+
+  monkeypatch.setattr(async_path, "mkdir", vanish)
+  with pytest.raises(CheckpointError, match="step 2 could not be saved"):
+    tier.save(2, toy_state.state(2), {})
+    tier.wait()
+  left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+  for thread in left:
+    thread.join(10)
+  assert not [thread.name for thread in left if thread.is_alive()]
+  tier.close()
 
 
 def test_a_deletion_that_is_killed_anywhere_is_completed(tmp_path, monkeypatch):

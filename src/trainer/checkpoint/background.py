@@ -6,6 +6,7 @@ import io
 import logging
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -52,6 +53,18 @@ def print_errors_once() -> None:
     logging.getLogger(library).addFilter(_is_not_repeated)
   if not isinstance(sys.unraisablehook, _WithoutClosedLoops):
     sys.unraisablehook = _WithoutClosedLoops()
+    warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)  # by a thread that has ended
+
+
+def end_orbax_threads() -> None:
+  """To be called when a save has failed: ends Orbax's threads that wait for a part of it that will never be done. They
+  would keep its arrays in memory, and the process from its end, for minutes."""
+  from orbax.checkpoint._src.futures import future  # there is no public way
+
+  for thread in threading.enumerate():
+    if isinstance(thread, future._SignalingThread):
+      thread.cancel()
+      future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
 
 
 def _is_not_repeated(record: logging.LogRecord) -> bool:

@@ -156,6 +156,7 @@ class Persistent(StepFolders):
       with contextlib.suppress(Exception):  # wait() has raised it
         self._writer.close()
       self._writer = None
+      background.end_orbax_threads()
     self._writing = None
 
   def _orbax_writer(self) -> Any:
@@ -224,6 +225,7 @@ class Persistent(StepFolders):
     save, self._save, self._writing = self._save, None, None
     if save is not None and save.barriers is not None:
       save.barriers.fail(str(self._failed(step, error)))
+    background.end_orbax_threads()
     with contextlib.suppress(OSError), storage.limited(_PATIENCE_SECONDS):  # report the first error
       for name in (f"{step}{UNFINISHED}", str(step)) if self._world.is_primary else ():
         path = self.directory / name

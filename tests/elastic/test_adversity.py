@@ -33,6 +33,7 @@ FAULTS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("faults", few(FAULTS[-1:], FAULTS))
 def test_no_step_is_lost(harness, undisturbed_run, faults):

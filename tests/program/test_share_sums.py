@@ -104,6 +104,7 @@ def sums(built: Compiled) -> tuple[list, np.ndarray]:
 
 
 # test_zigzag.py has several micro-batches of a model with tied tables.
+@pytest.mark.slow
 @pytest.mark.parametrize("name", few(["fsdp"], CASES))
 def test_several_programs_give_the_sums_of_one(name):
   """The same bits; with tensor and context parallelism, the compiler chooses the order of some sums in each program."""

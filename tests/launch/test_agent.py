@@ -80,7 +80,8 @@ def test_losses_of_workers_agents_connections_and_the_supervisor_change_nothing(
       run.wait_for_processes(30)
   finally:
     relay.close()
-  assert run.steps() == list(range(1, steps + 1)), run.tail()
+  # A primary that is cut off may write its last step after the next primary has (docs/records.md).
+  assert sorted({*run.steps()}) == list(range(1, steps + 1)) and len(run.steps()) <= steps + 1, run.tail()
   single = OneWorker(tmp_path / "single", [*keys, f"steps={steps}"], slices=2, server=server)
   with single.launched() as worker:
     assert single.wait(worker, SLOW) == 0, single.tail()

@@ -43,7 +43,8 @@ def test_lines_that_another_program_has_changed_end_no_run(tmp_path):
   out.write(record(1, loss=2.0))
   out.close()
   odd = ["5", "{}", '{"step": "x", "loss": 1.0}', '{"step": [1], "loss": 1.0}', '{"step": 1, "eval_losses": 3}']
-  (tmp_path / "metrics.jsonl").open("a").write("\n".join([*odd, '{"step": 2, "loss": "x", "lr": [1]}', ""]))
+  with (tmp_path / "metrics.jsonl").open("a") as file:
+    file.write("\n".join([*odd, '{"step": 2, "loss": "x", "lr": [1]}', ""]))
   assert metrics.eval_loss(str(tmp_path), 1, ["a"], "a") is None
   again = open_metrics(tmp_path)
   assert again.recorded_step() == 0

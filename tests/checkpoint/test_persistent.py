@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from orbax.checkpoint._src.futures import future
 from orbax.checkpoint._src.path import async_path
 from tests.support import toy_state
 
@@ -234,6 +235,11 @@ def test_a_save_whose_folder_vanishes_leaves_no_thread_of_orbax_behind(tmp_path,
   tier = Persistent(str(root), toy_state.config(), RunContext(SingleWorld()))
   tier.save(1, toy_state.state(1), {})
   tier.wait()
+  signals = [future.synchronization.HandlerAwaitableSignal.STEP_DIRECTORY_CREATION]
+  other = future._SignalingThread(
+    target=lambda: None, send_signals=[], receive_signals=signals, timeout_secs=60, operation_id="of another program"
+  )
+  other.start()
   mkdir, before = async_path.mkdir, {*threading.enumerate()}
 
   async def vanish(path, **options):
@@ -251,6 +257,9 @@ def test_a_save_whose_folder_vanishes_leaves_no_thread_of_orbax_behind(tmp_path,
     thread.join(10)
   assert not [thread.name for thread in left if thread.is_alive()]
   tier.close()
+  assert other.is_alive() and not other._cancelled, "another save of this process was cancelled"
+  future.set_signals(signals, operation_id="of another program")
+  other.join(10)
 
 
 def test_a_deletion_that_is_killed_anywhere_is_completed(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 _LIBRARIES = ("asyncio", "gcsfs", "s3fs")  # loggers
@@ -56,13 +56,14 @@ def print_errors_once() -> None:
     warnings.filterwarnings("ignore", "coroutine '.*' was never awaited", RuntimeWarning)  # by a thread that has ended
 
 
-def end_orbax_threads() -> None:
+def end_orbax_threads(before: Collection[threading.Thread]) -> None:
   """To be called when a save has failed: ends Orbax's threads that wait for a part of it that will never be done. They
-  would keep its arrays in memory, and the process from its end, for minutes."""
+  would keep its arrays in memory, and the process from its end, for minutes. before: the threads that lived before the
+  save. They stay: a program that uses the library may save with Orbax too."""
   from orbax.checkpoint._src.futures import future  # there is no public way
 
   for thread in threading.enumerate():
-    if isinstance(thread, future._SignalingThread):
+    if isinstance(thread, future._SignalingThread) and thread not in before:
       thread.cancel()
       future.set_signals(thread._receive_signals, operation_id=thread._operation_id)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import secrets
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ class _Save:
   started: fingerprint.Started
   clock: float
   barriers: SaveBarriers | None  # of several processes
+  threads_before: list[threading.Thread]
   blocked: float = 0.0
 
 
@@ -92,13 +94,14 @@ class Persistent(StepFolders):
     if self._fetch is not None and _reads_arrays():
       started = self._fetch(functools.partial(host_copy.read, flat, started), f"the copy of step {step} for its save")
     barriers = SaveBarriers(f"save/{name}", self._world.rank) if self._world.size > 1 else None
-    self._save = _Save(step, sealed_meta, started, begin, barriers)
+    self._save = _Save(step, sealed_meta, started, begin, barriers, threading.enumerate())
     try:
       import orbax.checkpoint as ocp
 
       args = ocp.args.Composite(state=ocp.args.PyTreeSave(flat))
       self._orbax_writer().save(str(self.directory / str(step)), args=args, force=True)
     except jax.errors.JaxRuntimeError:
+      background.end_orbax_threads(self._save.threads_before)
       raise
     except Exception as error:
       if (failure := self._failure(step, error)) is error:
@@ -156,7 +159,6 @@ class Persistent(StepFolders):
       with contextlib.suppress(Exception):  # wait() has raised it
         self._writer.close()
       self._writer = None
-      background.end_orbax_threads()
     self._writing = None
 
   def _orbax_writer(self) -> Any:
@@ -225,7 +227,8 @@ class Persistent(StepFolders):
     save, self._save, self._writing = self._save, None, None
     if save is not None and save.barriers is not None:
       save.barriers.fail(str(self._failed(step, error)))
-    background.end_orbax_threads()
+    if save is not None:
+      background.end_orbax_threads(save.threads_before)
     with contextlib.suppress(OSError), storage.limited(_PATIENCE_SECONDS):  # report the first error
       for name in (f"{step}{UNFINISHED}", str(step)) if self._world.is_primary else ():
         path = self.directory / name

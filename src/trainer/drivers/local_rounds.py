@@ -104,7 +104,7 @@ class LocalRounds(ManyWorlds):
     settled = functools.partial(self._settled, functools.partial(int, weights))
     name, sent = f"step {n}", self._peers.exchange.sent_bytes
     try:
-      with self._interruptible(name):
+      with self._interruptible():
         scalars, self.slice_seconds = self._rounds.agree(name, settled, compute, self._total, busy=lambda: self._busy)
     except (StopRequested, SupervisorLost) as error:
       traceback.clear_frames(error.__traceback__)  # frees the replicas: the devices may not hold them and the state

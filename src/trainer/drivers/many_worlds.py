@@ -184,7 +184,7 @@ class ManyWorlds:
       return Contribution(np.concatenate(list(whole)))
 
     name = f"eval {self._step}"
-    with self._interruptible(name):  # one round, so that all sets are evaluated or none
+    with self._interruptible():  # one round, so that all sets are evaluated or none
       checksum = functools.partial(int, self._checksum(params))
       scalars, _ = self._rounds.agree(name, checksum, compute, None)
     self._evaluated = True
@@ -197,10 +197,10 @@ class ManyWorlds:
       raise StopRequested
 
   @contextlib.contextmanager
-  def _interruptible(self, round_name: str) -> Iterator[None]:
-    """In the block, the supervisor knows that it may interrupt this round."""
+  def _interruptible(self) -> Iterator[None]:
+    """In the block, the supervisor knows that it may interrupt the round."""
     self._session.metrics.flush_pending()
-    self._peers.membership.send("interruptible", round=round_name)
+    self._peers.membership.send("interruptible")
     try:
       yield
     except StopRequested:

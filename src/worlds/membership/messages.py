@@ -41,7 +41,7 @@ FROM_MEMBER: Mapping[str, FieldTypes] = {
   "broken": {"epoch": int, "members": list},
   # It begins its next round, which may be interrupted: an evaluation, or a round of local steps. Other work of the
   # round may come before the sums.
-  "interruptible": {"round": str},
+  "interruptible": {},
   # It has SIGTERM: it wants to leave after the step under way, or in the interruptible round under way.
   "leave": {},
   # The run is over for this member, everything that it owes is done; it would exit with this code. 2: it has found

@@ -191,7 +191,7 @@ class Model:
         return
       if member.round.startswith(self.interruptible) and member.told != member.round:
         member.told = member.round
-        member.say("interruptible", round=member.round)
+        member.say("interruptible")
         return
       epoch = member.world["epoch"]
       member.say("computed", epoch=epoch, round=member.round)
